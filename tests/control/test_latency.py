@@ -70,6 +70,12 @@ def test_the_compiled_engine_serves_as_its_plain_twin_does(
         assert found[split] == pytest.approx(np.mean(latencies_ms[queued:]), rel=1e-9)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_stage_times_that_are_no_numbers_end_all_the_same(overlaps: bool) -> None:
+    engine = EngineModel(float("nan"), 0.1, 0.5, 8, overlaps)
+    assert np.isnan(played(stream_of(100, np.random.default_rng(3)), 1.0, engine))
+
+
 def test_a_lone_request_takes_the_sum_of_its_stages() -> None:
     stream, engine = stream_of(400, np.random.default_rng(0)), EngineModel(0.4, 0.1, 0.5, 8, overlaps=True)
     share = float((stream[1] < 0.25).mean())

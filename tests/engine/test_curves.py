@@ -42,9 +42,9 @@ def test_they_tell_what_the_engine_did_at_its_own_split(alpha: float, kv_admissi
     engine = tiny_engine(
         miss_curves=True, max_batch_requests=1, max_batch_tokens=4, refill_bytes_per_step=0, **settings
     )
-    assert engine.curves() is None
+    assert engine.settled_curves() is None
     serve(engine, 400)
-    curves, pool = engine.curves(), engine.stats().pool
+    curves, pool = engine.settled_curves(), engine.stats().pool
     assert curves is not None
     at = int(np.argmin(np.abs(curves.alphas - alpha)))
     assert pool.row_evictions > 50
@@ -56,7 +56,7 @@ def test_they_tell_what_the_engine_did_at_its_own_split(alpha: float, kv_admissi
 def test_more_pages_never_look_worse_for_the_cache_that_gets_them() -> None:
     engine = tiny_engine(miss_curves=True, kv_admission="always", row_admission="always")
     serve(engine, 300)
-    curves = engine.curves()
+    curves = engine.settled_curves()
     assert curves is not None
     assert (np.diff(curves.kv_token_hit_rate) <= 1e-9).all()
     assert curves.kv_token_hit_rate[0] > curves.kv_token_hit_rate[-1] + 0.1
@@ -66,7 +66,7 @@ def test_more_pages_never_look_worse_for_the_cache_that_gets_them() -> None:
 def test_an_engine_without_them_has_none() -> None:
     engine = tiny_engine()
     serve(engine, 40)
-    assert engine.curves() is None
+    assert engine.settled_curves() is None
 
 
 def test_looking_at_a_request_does_not_hold_the_engine_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +80,9 @@ def test_looking_at_a_request_does_not_hold_the_engine_up(monkeypatch: pytest.Mo
     monkeypatch.setattr(JointMissCurves, "observe", slow)
     serve(engine, 5)
     assert looked == [], "all five were answered"
+    assert engine.curves() is None, "nor does who asks for curves wait"
     go_on.set()
-    engine.curves()
+    engine.settled_curves()
     assert len(looked) == 5, "curves tell of all that was served before"
     engine.close()
 
@@ -95,7 +96,7 @@ def test_what_goes_wrong_there_fails_no_request_and_is_counted(monkeypatch: pyte
     monkeypatch.setattr(JointMissCurves, "observe", broken)
     serve(engine, 20)
     with pytest.raises(ValueError, match="broken"):
-        engine.curves()
+        engine.settled_curves()
     assert engine.stats().background_failures > 0
 
 
@@ -110,9 +111,9 @@ def test_after_one_failure_the_curves_start_anew_and_it_is_raised_once(monkeypat
     monkeypatch.setattr(JointMissCurves, "observe", fails_once)
     serve(engine, 1)
     with pytest.raises(ValueError, match="once"):
-        engine.curves()
+        engine.settled_curves()
     serve(engine, 80)
-    curves = engine.curves()
+    curves = engine.settled_curves()
     assert curves is not None
     assert curves.num_requests >= 32
     assert engine.stats().background_failures == 0, "it was raised to who asked"
@@ -129,4 +130,32 @@ def test_who_comes_while_too_many_wait_is_not_looked_at(monkeypatch: pytest.Monk
     assert feed is not None
     assert feed.num_skipped >= 5
     go_on.set()
+    engine.close()
+
+
+def test_curves_of_a_thread_that_is_behind_are_those_of_most_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, observe = tiny_engine(miss_curves=True), JointMissCurves.observe
+    serve(engine, 200)
+    before = engine.settled_curves()
+    go_on, reached = threading.Event(), threading.Event()
+    num_left = [70]
+
+    def stops(curves: JointMissCurves, request: CurveRequest) -> None:
+        num_left[0] -= 1
+        if num_left[0] == 0:
+            reached.set()
+            assert go_on.wait(10)
+        observe(curves, request)
+
+    monkeypatch.setattr(JointMissCurves, "observe", stops)
+    serve(engine, 100, seed=1)
+    assert reached.wait(10)
+    newest = engine.curves()
+    assert before is not None and newest is not None
+    assert newest.num_requests > before.num_requests, "published since"
+    go_on.set()
+    settled = engine.settled_curves()
+    assert settled is not None
+    assert settled.num_requests > newest.num_requests
+    assert engine.curves().num_requests == settled.num_requests  # type: ignore[union-attr]
     engine.close()

@@ -1,5 +1,8 @@
 """A step laid out in the arrays of a graph, against the same step in arrays of its own."""
 
+import pickle
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,11 +10,11 @@ from helmrec.engine.assemble import Assembly, Outline, StepForm, assemble
 from helmrec.engine.layout import (
     ABSENT,
     NO_CONTEXT,
-    NO_LINES,
     NO_PAGES,
     NO_REQUESTS,
     StepArrays,
     lay_out,
+    place_of,
 )
 from helmrec.kernels import row_index
 from tests.engine.test_assemble import CONFIG, PAGE_TOKENS, plan, prepare
@@ -93,7 +96,7 @@ def test_each_context_table_has_one_place_per_sequence(resident: int) -> None:
 
 def test_no_step_at_all_is_harmless_too() -> None:
     target = poisoned()
-    lay_out(NO_REQUESTS, NO_LINES, NO_PAGES, NO_CONTEXT, FORM.shape, target)
+    lay_out(NO_REQUESTS, NO_PAGES, NO_CONTEXT, FORM.shape, target)
     assert set(target.event_at.tolist()) == set(target.context_at.tolist()) == {TOKENS - 1}
     assert set(target.write_slots.tolist()) == {-1}
     assert set(target.event_rows.ravel().tolist()) == set(target.context_rows.tolist()) == {ABSENT}
@@ -113,3 +116,34 @@ def test_an_outline_counts_what_is_laid_out() -> None:
     assert outline.num_tokens == step.write_slots.size == step.cu_tokens[-1]
     assert outline.num_context == step.context_at.size
     assert sum(outline.num_rows) == step.rows.size
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_a_request_is_read_where_its_arrays_lie(is_graph: bool) -> None:
+    # Given a request whose arrays are parts of longer lines, and read-only, as a front or a chunk leaves them
+    whole, target = prepare(5, num_candidates=3), poisoned()
+    longer = np.concatenate([whole.columns, np.full_like(whole.columns, POISON)], axis=1)
+    candidates = np.concatenate([whole.candidate_rows, np.full_like(whole.candidate_rows, POISON)], axis=1)
+    longer.flags.writeable = candidates.flags.writeable = False
+    part = replace(whole, columns=longer[:, :5], candidate_rows=candidates[:, :3])
+    # When a step of it is laid out
+    if is_graph:
+        FORM.fill(Outline([(part, plan(part, 2, [1, 2]))], CONFIG), target)
+        found = {name: getattr(target, name)[..., :7] for name in ("event_rows", "actions", "gaps")}
+    else:
+        step = assemble([(part, plan(part, 2, [1, 2]))], CONFIG, PAGE_TOKENS)
+        found = {name: getattr(step, name) for name in ("event_rows", "actions", "gaps")}
+    # Then it is the step of the whole request
+    expected = assemble([(whole, plan(whole, 2, [1, 2]))], CONFIG, PAGE_TOKENS)
+    for name, values in found.items():
+        assert values.tolist() == getattr(expected, name).tolist()
+
+
+def test_lines_that_skip_numbers_have_no_place() -> None:
+    with pytest.raises(AssertionError, match="16 bytes apart"):
+        place_of(np.zeros((2, 6), np.int64)[:, ::2])
+
+
+def test_a_prepared_request_is_bound_to_its_process() -> None:
+    with pytest.raises(TypeError, match="bound to the addresses"):
+        pickle.dumps(prepare(2))

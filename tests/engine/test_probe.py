@@ -70,7 +70,7 @@ def test_limits_and_parts_are_switched() -> None:
         assert engine.config.save_bytes_per_step == 123
         probe.set_overlap(is_on=True)
         probe.set_curves(is_on=False)
-        assert engine.curves() is None
+        assert engine.settled_curves() is None
         engine.rank([random_request(RNG, engine.model_config, 1, 12)])
         engine.check()
 

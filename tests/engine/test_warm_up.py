@@ -56,7 +56,7 @@ def use_everything(engine: Engine) -> None:
             engine.prefill(PrefillRequest(user_id=1, **columns, context={"country": 1}, budget_ms=1e-9))
             while engine.step():
                 pass
-            engine.curves()
+            engine.settled_curves()
             engine.warm(engine.hot_rows())
 
 

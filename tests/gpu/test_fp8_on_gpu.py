@@ -76,18 +76,6 @@ def test_attention_matches_float64(heads: Heads, page_tokens: int, fresh: np.ran
     assert_close(attend(case, 2), reference)
 
 
-@pytest.mark.parametrize(("name", "value"), [("POLYNOMIAL", True), ("HALF_SCORES", False)])
-def test_other_ways_to_weigh_match_float64(
-    name: str, value: bool, fresh: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hopper_fp8_attention, name, value)
-    case = coded(
-        random_case(fresh, MIXED, Heads(4, 128, 128), 128, torch.bfloat16, device="cuda"), FP8, transposed=True
-    )
-    reference = expected(case)
-    assert_close(attend(case), reference)
-
-
 @pytest.mark.parametrize("dim", [128, 256])
 def test_long_histories_match_float64(dim: int, fresh: np.random.Generator) -> None:
     lengths = [Lengths(0, 14_000, 100), Lengths(13_968, 32, 256), Lengths(0, 200, 16)]

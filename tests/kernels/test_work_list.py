@@ -1,12 +1,22 @@
 """The work list covers every row and every key block once, and fits its buffers."""
 
+import heapq
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from helmrec.kernels.work_list import (
+    ITEM_COST,
+    PART_COST,
+    SUM_COST,
+    Counts,
+    Tiling,
+    _ends_earlier,
+    build_work,
+    max_items,
+)
 from helmrec.kernels.work_list import Lengths as Int32s
-from helmrec.kernels.work_list import Tiling, build_work, max_items
 
 
 def lengths_of(rng: np.random.Generator, sequences: int, longest: int) -> tuple[Int32s, Int32s, Int32s]:
@@ -73,3 +83,25 @@ def test_blocks_before_the_window_are_skipped() -> None:
 def test_no_rows_no_work() -> None:
     empty = np.zeros(3, np.int32)
     assert len(build_work(np.zeros(4, np.int32), empty, empty, 0, Tiling(128, 128, 4, 132, 96))) == 0
+
+
+def ends_at(num_blocks: Int32s, parts: Counts, num_programs: int) -> float:
+    """When the last program ends, by the heap of the standard library."""
+    free_at = [0.0] * num_programs
+    for blocks, num_parts in zip(num_blocks.tolist(), parts.tolist(), strict=True):
+        cost = ITEM_COST + blocks / num_parts + (PART_COST if num_parts > 1 else 0.0)
+        for part in range(num_parts):
+            adds_up = 1 < num_parts == part + 1
+            heapq.heapreplace(free_at, free_at[0] + (cost + SUM_COST * num_parts if adds_up else cost))
+    return max(free_at)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_parts_are_compared_with_whole_tiles_by_when_the_last_program_ends(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num, num_programs = int(rng.integers(0, 40)), int(rng.integers(1, 40))
+    tiles = rng.integers(0, 60, (num, 4)).astype(np.int32)
+    parts = np.where(rng.random(num) < 0.3, rng.integers(1, 6, num), 1)
+    parts[: num // 3] = 1
+    split, whole = (ends_at(tiles[:, 2], each, num_programs) for each in (parts, np.ones_like(parts)))
+    assert _ends_earlier(tiles, parts, Tiling(128, 64, 4, 4 * num_programs, 96)) == (split < whole)

@@ -77,7 +77,7 @@ def test_a_beginning_that_makes_no_sense_ends_the_process_with_a_reason(payload:
 
 def test_positions_that_make_no_sense_end_the_process() -> None:
     def speak(front: Link) -> None:
-        front.socket.send(b"\xff" * 40)
+        front.socket.send(b"\xff" * 56)
 
     ((kind, _, _),) = asyncio.run(talk(speak, 1))
     assert kind == FrameKind.FAILED

@@ -66,8 +66,9 @@ class Rule:
     def choose(self, mean_ms: FloatArray, view: View) -> float:
         window = view.window
         alpha = nearest_middle(mean_ms, window.alpha_min, window.alpha_max, window.alpha_target)
-        is_gain = value_at(mean_ms, alpha) < value_at(mean_ms, window.alpha_target)
-        return alpha if is_gain or not view.is_burst else window.alpha_target
+        if view.is_burst and value_at(mean_ms, alpha) >= value_at(mean_ms, window.alpha_target):
+            return window.alpha_target
+        return alpha
 
 
 @numba.njit(cache=True)
@@ -111,10 +112,16 @@ class Judged:
         """Take in what is predicted after a window; the average."""
         num, dt_s = window.traffic.num_served, window.traffic.end_s - window.traffic.start_s
         long, short = self._long.add(mean_ms, num, dt_s), self._short.add(mean_ms, num, dt_s)
-        if short.min() < (1 - _CLEAR_GAIN) * value_at(short, window.alpha_target):
+        if is_clear_gain(short, window.alpha_target):
             self._long.value, self._long.weight = short, self._short.weight
             return short
         return long
+
+
+@numba.njit(cache=True)
+def is_clear_gain(mean_ms: FloatArray, start: float) -> bool:
+    """Whether another split promises a large gain."""
+    return mean_ms.min() < (1 - _CLEAR_GAIN) * np.interp(start, ALPHAS, mean_ms)
 
 
 class Residual:

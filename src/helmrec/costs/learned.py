@@ -11,7 +11,7 @@ import numpy as np
 
 from helmrec.costs.least_squares import add_one, fit
 from helmrec.steps import Step, Steps
-from helmrec.types import FloatArray
+from helmrec.types import FloatArray, IntArray
 
 _HALF_LIFE_STEPS = 2_000.0  # after which a step counts half: half a minute of a busy card, minutes of a CPU
 _FEWEST_STEPS = 30  # that tell a slope from noise
@@ -60,8 +60,8 @@ class Estimator:
         """Steps in the order of their ends; those with a stage that was not timed are left out."""
         num, num_overlapped, keep = add_steps(steps, _HALF_LIFE_STEPS, self._terms, self._moments, self._targets)
         if num:
-            self._seen *= (1.0, keep, keep)
-            self._seen += (num, num, num_overlapped)
+            num_steps, weight, overlapped = self._seen.tolist()
+            self._seen[:] = num_steps + num, keep * weight + num, keep * overlapped + num_overlapped
             self._know()
 
     def _know(self) -> None:
@@ -112,18 +112,36 @@ def add_steps(
     is_timed = np.ones(len(steps), np.bool_)
     for stage in _STAGES:
         is_timed &= np.isfinite(steps[:, stage])
-    num = np.count_nonzero(is_timed)
-    keep = 2.0 ** (-num / half_life_steps)
+    timed = np.flatnonzero(is_timed)
+    keep = 2.0 ** (-timed.size / half_life_steps)
     moments *= keep
     targets *= keep
-    work, ended_s, num_overlapped = np.ones(_NUM_TERMS), -np.inf, 0.0
-    for at in np.flatnonzero(is_timed):
+    ended_s, num_overlapped = -np.inf, 0.0
+    for at in timed:
         num_overlapped += steps[at, _BEGIN_S] < ended_s
         ended_s = steps[at, _END_S]
-        for place, stage in enumerate(_STAGES):
-            for term, column in enumerate(_COLUMNS[place]):
-                work[1 + term] = steps[at, column] if column >= 0 else 0.0
-            took_ms, expected_ms = steps[at, stage], np.dot(terms[place], work)
-            scale_ms = max(expected_ms, took_ms / 2, _LEAST_MS) if expected_ms > 0 else max(took_ms, _LEAST_MS)
-            add_one(moments[place], targets[place], work, took_ms, scale_ms)
-    return float(num), num_overlapped, keep
+    for place, stage in enumerate(_STAGES):
+        _add_stage(steps, timed, (stage, _COLUMNS[place]), terms[place], moments[place], targets[place])
+    return float(timed.size), num_overlapped, keep
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_stage(
+    steps: Steps,
+    timed: IntArray,
+    stage: tuple[int, IntArray],
+    terms: FloatArray,
+    moments: FloatArray,
+    target: FloatArray,
+) -> None:
+    """Add what the `timed` of these steps did and took in one stage: its column, and those of its work."""
+    took_in, columns = stage
+    work = np.ones(_NUM_TERMS)
+    for at in timed:
+        expected_ms = terms[0]
+        for term, column in enumerate(columns):
+            work[1 + term] = steps[at, column] if column >= 0 else 0.0
+            expected_ms += terms[1 + term] * work[1 + term]
+        took_ms = steps[at, took_in]
+        scale_ms = max(expected_ms, took_ms / 2, _LEAST_MS) if expected_ms > 0 else max(took_ms, _LEAST_MS)
+        add_one(moments, target, work, took_ms, scale_ms)

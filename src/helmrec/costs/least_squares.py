@@ -24,13 +24,16 @@ def fit(moments: FloatArray, target: FloatArray, ridge: float) -> FloatArray:
     is_used = scale > 0
     while is_used.any():
         inverse = np.array([1 / scale[i] if is_used[i] else 0.0 for i in range(num)])
-        rows = np.column_stack((moments * np.outer(inverse, inverse), target * inverse))
+        rows = np.empty((num, num + 1))
         for i in range(num):
-            rows[i, i] = 1 + ridge
+            for j in range(num):
+                rows[i, j] = moments[i, j] * (inverse[i] * inverse[j]) if j != i else 1 + ridge
+            rows[i, num] = target[i] * inverse[i]
         for i in range(num):  # elimination needs no pivots: positive definite
             for j in range(num):
-                if j != i:
-                    rows[j] -= rows[j, i] / rows[i, i] * rows[i]
+                factor = rows[j, i] / rows[i, i] if j != i else 0.0
+                for k in range(num + 1):
+                    rows[j, k] -= factor * rows[i, k]
         terms = inverse * rows[:, num] / np.diag(rows)
         if (terms >= 0).all():
             return terms

@@ -3,16 +3,16 @@
 Pure NumPy; `layout.py` fills the arrays of the step, and the dense stage moves them to the device.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.engine.intake import Prepared
-from helmrec.engine.layout import NO_CONTEXT, LayoutShape, Lengths, StepArrays, lay_out
+from helmrec.engine.layout import NO_CONTEXT, NUM_COLUMNS, PAGES, LayoutShape, Lengths, StepArrays, lay_out
 from helmrec.memory.prefix import KVPlan
 from helmrec.model.config import ModelConfig
 from helmrec.model.query_frame import Query, QueryArrays, age_buckets, places, query_arrays
@@ -54,18 +54,12 @@ class StepForm:
 
     def fill(self, step: "Outline", out: StepArrays) -> ModelTerms:
         """Fill the arrays of a step, and return what else its model reads of the requests."""
-        num_features, num_user = self.num_features, self.shape.num_user
-        lines: list[IntArray] = []
-        parts: list[IntArray] = []
-        for (request, _), skipped in zip(step.members, step.num_skipped, strict=True):
-            columns = request.columns
-            # With the event before the first new one, if any: the first time gap reaches back to it.
-            lines.append(columns[num_features:, max(0, skipped - 1) :])
-            parts += (columns[:num_features, skipped:], request.candidate_rows)
-        np.concatenate(parts, 1, out.event_rows[:, : step.num_events], casting="unsafe")
-        pages = np.fromiter(chain.from_iterable([plan.pages for _, plan in step.members]), np.int32)
-        lay_out(np.array(step.known), np.concatenate(lines, axis=1), pages, self._context(step), self.shape, out)
-        return self._terms(step, out, num_user) if self._has_terms else NO_TERMS
+        pages = array("i")
+        for _, plan in step.members:
+            pages.fromlist(plan.pages)
+        known = np.array(step.known).reshape(-1, NUM_COLUMNS)
+        lay_out(known, np.frombuffer(pages, np.int32), self._context(step), self.shape, out)
+        return self._terms(step, out) if self._has_terms else NO_TERMS
 
     def _context(self, step: "Outline") -> IntArray:  # (requests, tables)
         if not self.num_tables:
@@ -73,8 +67,8 @@ class StepForm:
         rows = [part for request, _ in step.members for part in (request.history.context_rows, request.request_rows)]
         return np.concatenate(rows).reshape(len(step.members), -1)
 
-    def _terms(self, step: "Outline", out: StepArrays, num_user: int) -> ModelTerms:
-        config, query, times, cu_times = self.config, None, None, None
+    def _terms(self, step: "Outline", out: StepArrays) -> ModelTerms:
+        config, num_user, query, times, cu_times = self.config, self.shape.num_user, None, None, None
         requests = [request for request, _ in step.members]
         if (frame := config.query_frame) is not None:
             each = [Query(r.query_time, num_user, r.num_events, r.num_candidates) for r in requests]
@@ -121,7 +115,7 @@ class Outline:
         )
         is_retrieval = config.retrieval is not None
         self.members = members
-        self.known: list[tuple[int, ...]] = []  # by request, in the columns of `layout.py`
+        self.known = known = list[int]()  # of all requests, in the columns of `layout.py`
         self.num_candidates: list[int] = []  # by request
         self.num_rows: list[int] = []  # by request: entries read for it
         self.num_skipped: list[int] = []  # by request: resident events
@@ -130,9 +124,8 @@ class Outline:
             resident, num_total, num_candidates = plan.num_resident, request.num_events, request.num_candidates
             skipped = max(0, resident - num_user)
             num_events, num_context = num_total - skipped + num_candidates, max(0, num_user - resident) + num_request
-            self.known.append(
-                (num_total, num_candidates, request.candidate_gap, resident, plan.num_tokens, len(plan.pages))
-            )
+            known += (num_total, num_candidates, request.candidate_gap, resident, plan.num_tokens, len(plan.pages))
+            known += request.places
             self.num_candidates.append(num_candidates)
             self.num_rows.append(num_features * num_events + num_context)
             self.num_skipped.append(skipped)
@@ -142,7 +135,7 @@ class Outline:
 
     @property
     def table_width(self) -> int:
-        return max(1, *(each[-1] for each in self.known))
+        return max(1, *self.known[PAGES::NUM_COLUMNS])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,13 +13,14 @@ from helmrec.types import UserId
 
 _MOST_USERS = 1 << 16  # users whose window is remembered
 _MOST_WAITING = 512  # requests; further requests are skipped while so many wait
+_PUBLISH_EVERY = 64  # requests: to estimate takes about half as long as to observe one
 
 
 class CurveFeed:
     """Passes served requests to the miss curves, in order. A history whose window moved counts as a new one.
 
-    For one calling thread. `observe` returns at once; `curves` waits for all requests observed before. Either raises an
-    error of the thread since the last call, once; the curves have been reset by then.
+    For one calling thread. `observe` and `newest` return at once; `curves` waits for all requests observed before. Each
+    raises an error of the thread since the last call, once; the curves have been reset by then.
     """
 
     def __init__(self, config: MissCurveConfig, num_features: int) -> None:
@@ -29,6 +30,8 @@ class CurveFeed:
         self._window: dict[UserId, int] = {}  # start of each user's window at its last visit
         self._thread = ThreadPoolExecutor(1, "helmrec-curves")
         self._last: Future[None] | None = None
+        self._published: JointCurves | None = None  # estimates of the thread, at most `_PUBLISH_EVERY` requests old
+        self._num_unpublished = 0
         self._failure: Exception | None = None  # error of the thread that was not raised yet
         self._num_asked = self._num_done = 0
         self.num_skipped = 0  # requests not passed to the curves
@@ -48,9 +51,13 @@ class CurveFeed:
         try:
             for request in requests:
                 self._observe(request)
+            self._num_unpublished += len(requests)
+            if self._num_unpublished >= _PUBLISH_EVERY:
+                self._published, self._num_unpublished = self._curves.curves_if_enough(), 0
         except Exception as error:  # the curves may hold half a request: reset them
             self._failure = error
             self._curves = JointMissCurves(self._config)
+            self._published, self._num_unpublished = None, 0
             self._window.clear()
         finally:
             self._num_done += len(requests)  # written by this thread only
@@ -77,8 +84,21 @@ class CurveFeed:
             )
         )
 
+    def newest(self) -> JointCurves | None:
+        """The estimates; None while too few requests were observed.
+
+        While requests wait for the thread, these are its last published estimates: a step loop that waited for all of
+        them would stand still for hundreds of milliseconds.
+        """
+        if self._num_done == self._num_asked:
+            return self.curves()
+        failure = self._take_failure()
+        if failure is not None:
+            raise failure
+        return self._published
+
     def curves(self) -> JointCurves | None:
-        """The estimates; None while too few requests were observed."""
+        """The estimates of all requests observed before; None while there are too few."""
         if self._last is not None:
             self._last.result()
         failure = self._take_failure()

@@ -270,8 +270,8 @@ class Engine:
         with self._lock:
             if not self._is_closed:
                 self._work_in_background([step for step in ended if isinstance(step.outcome, StepOutput)])
-            failed = [step.batch for step in ended if not isinstance(step.outcome, StepOutput)]
-            self._try("other", self._relay.note_failed, failed)
+            if failed := [step.batch for step in ended if not isinstance(step.outcome, StepOutput)]:
+                self._try("other", self._relay.note_failed, failed)
             if len(failed) < len(ended):
                 self._pipeline.steps.add_host_ms((self._clock.now() - start_s) * 1e3)
         for step in ended:
@@ -314,9 +314,12 @@ class Engine:
         self._try("other", self._learn_costs, batch, took_s)
         self._try("other", self._warn_of_unmatched_histories)
         self._try("rows", self._runner.admit, output.running)
-        self._try("save", self._runner.save_pages, self.config.save_bytes_per_step)
+        if self._pool.host_tier.num_slots:
+            self._try("save", self._runner.save_pages, self.config.save_bytes_per_step)
         self._try("other", self._relay.note_step, batch, took_s, self._clock.now())
         if batch.is_ahead:
+            return
+        if not self.config.audit_every and self._curves is None:
             return
         requests = [member.request for member in batch.members]
         if output.running.row_epoch == self._pool.row_epochs.current:  # else an audit would read newer rows
@@ -508,7 +511,15 @@ class Engine:
             return self._pool.ledger.owners().tobytes()
 
     def curves(self) -> JointCurves | None:
-        """Return estimated hits at other splits for recent traffic; None without `miss_curves` or enough requests."""
+        """Return estimated hits at other splits for recent traffic; None without `miss_curves` or enough requests.
+
+        Does not wait for served requests that its thread has yet to observe; `settled_curves` does.
+        """
+        with self._lock:
+            return None if self._curves is None else self._curves.newest()
+
+    def settled_curves(self) -> JointCurves | None:
+        """Return the estimates of `curves` once all served requests are observed."""
         with self._lock:
             return None if self._curves is None else self._curves.curves()
 

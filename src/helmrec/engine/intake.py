@@ -6,7 +6,7 @@ Pure: it reads the model's shape and changes no state, so a refused request has 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,6 +23,7 @@ from helmrec.engine.id_checks import (
     take_rows,
     whole_number,
 )
+from helmrec.engine.layout import place_of
 from helmrec.errors import DeadlineExceeded, RequestError
 from helmrec.memory.prefix_hash import HashKey, History, chain
 from helmrec.model.config import ModelConfig
@@ -57,6 +58,8 @@ class Prepared:
     num_events: int = field(init=False)
     num_unkept: int = field(init=False)  # last events of the window whose K/V are not kept
     num_attending: int = field(init=False)  # tokens that are not of its cacheable history
+    most_tokens: int = field(init=False)  # to compute for it, if nothing is resident
+    places: tuple[int, int, int, int] = field(init=False, repr=False)  # of `columns`, then of `candidate_rows`
 
     def __post_init__(self) -> None:
         num_events, num_candidates = self.columns.shape[1], self.candidate_rows.shape[1]
@@ -67,6 +70,11 @@ class Prepared:
         put(self, "num_events", num_events)
         put(self, "num_unkept", num_unkept)
         put(self, "num_attending", num_others if self.is_retrieval else num_others + num_candidates)
+        put(self, "most_tokens", self.history.num_tokens + num_others + num_candidates)
+        put(self, "places", (*place_of(self.columns), *place_of(self.candidate_rows)))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a prepared request is bound to the addresses of its arrays; another process needs packed ones")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,18 @@
 """Lays the tokens of a step out in arrays, in one compiled call: exactly as long as the step, or padded to a graph.
 
-Pure: compiled loops over arrays. Padding reads no row, is written to the last token's row, which is unused, and keeps
-no K/V. Arrays are filled to their end, because sizes of graphs share memory and values of another size may be invalid
-indices.
+Compiled loops over arrays; those of the requests are read at their addresses, where intake or a front has put them.
+Padding reads no row, is written to the last token's row, which is unused, and keeps no K/V. Arrays are filled to their
+end, because sizes of graphs share memory and values of another size may be invalid indices.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from helmrec.model.window import gap_bucket
@@ -50,39 +54,77 @@ class StepArrays(NamedTuple):
     page_table: NDArray[np.int32]  # (requests, pages)
 
 
-# Columns of the array that describes each request before its tokens are laid out.
-EVENTS, CANDIDATES, GAP, RESIDENT, TOKENS, PAGES = range(6)
-NUM_COLUMNS = 6
+# Columns of the array that describes each request before its tokens are laid out. The last four say where its events
+# and its candidates lie: the address of the first line, and how many numbers each line begins after the one before.
+EVENTS, CANDIDATES, GAP, RESIDENT, TOKENS, PAGES, EVENTS_AT, EVENTS_STEP, CANDIDATES_AT, CANDIDATES_STEP = range(10)
+NUM_COLUMNS = 10
+_NUMBER_BYTES = 8
 NO_REQUESTS = np.empty((0, NUM_COLUMNS), np.int64)
 NO_CONTEXT = np.empty((0, 0), np.int64)
-NO_LINES = np.empty((2, 0), np.int64)
 NO_PAGES = np.empty(0, np.int32)
 
 
-@numba.njit(cache=True, nogil=True)
-def lay_out(
-    known: IntArray,
-    lines: IntArray,
-    pages: NDArray[np.int32],
-    context: IntArray,
-    shape: LayoutShape,
-    out: StepArrays,
-) -> None:
-    """Lay out all requests, except rows of events, whose padding alone is filled in.
+class Place(NamedTuple):
+    """Where the lines of an array lie; valid as long as the array."""
 
-    lines: (2, any) actions and timestamps of all requests, one after another; pages: theirs, likewise; context:
-    (requests, tables) rows, user tables first. Parts of arrays are sliced first and then filled from their start: the
-    compiler uses no vector instructions for an index that may be negative, as a sum may. Assigning one slice to
-    another would be as fast, but takes seconds to compile.
+    address: int
+    step: int  # numbers from the beginning of a line to that of the next
+
+
+def place_of(lines: IntArray) -> Place:  # lines: (lines, numbers)
+    """Return where an array lies. The numbers of a line must lie one after another."""
+    step, size = lines.strides
+    assert size == _NUMBER_BYTES or lines.shape[1] <= 1, f"the numbers of a line are {size} bytes apart"
+    return Place(_address_of(lines), step // _NUMBER_BYTES)
+
+
+@numba.njit(cache=True)
+def _address_of(lines: IntArray) -> int:
+    """Return the address of an array, in an eighth of the time that `lines.ctypes.data` takes."""
+    return lines.ctypes.data
+
+
+def _type_pointer(typing_context: Any, address: Any) -> Any:
+    """Describe to Numba how `_pointer` is compiled."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.int64)(types.int64), generate  # type: ignore[no-untyped-call]
+
+
+_pointer: Callable[[int], Any] = intrinsic(_type_pointer)  # type: ignore[assignment]
+
+
+@numba.njit(cache=True, nogil=True)
+def _numbers_at(address: int, start: int, num: int) -> IntArray:
+    """Return `num` numbers in the memory at an address, from number `start` on."""
+    return carray(_pointer(address + _NUMBER_BYTES * start), num, np.int64)
+
+
+@numba.njit(cache=True, nogil=True)
+def lay_out(known: IntArray, pages: NDArray[np.int32], context: IntArray, shape: LayoutShape, out: StepArrays) -> None:
+    """Lay out all requests.
+
+    pages: of all requests, one after another; context: (requests, tables) rows, user tables first. Parts of arrays are
+    sliced first and then filled from their start: the compiler uses no vector instructions for an index that may be
+    negative, as a sum may. Assigning one slice to another would be as fast, but takes seconds to compile.
     """
-    num_requests = known.shape[0]
+    num_requests, num_features = known.shape[0], out.event_rows.shape[0]
     _put_starts(known, shape, out)
-    line = candidate = 0
+    candidate = 0
     for i in range(num_requests):
         skipped = max(0, known[i, RESIDENT] - shape.num_user)
         first, end = out.cu_events[i], out.cu_events[i + 1]
         split, num_new = end - known[i, CANDIDATES], known[i, EVENTS] - skipped
-        line_end = line + num_new + (skipped > 0)
+        at, step = known[i, EVENTS_AT], known[i, EVENTS_STEP]
+        for feature in range(num_features):
+            _copy(out.event_rows[feature, first:split], _numbers_at(at, feature * step + skipped, num_new))
+            rows = _numbers_at(known[i, CANDIDATES_AT], feature * known[i, CANDIDATES_STEP], end - split)
+            _copy(out.event_rows[feature, split:end], rows)
+        # With the event before the first new one, if any: the first time gap reaches back to it.
+        before = int(skipped > 0)
+        times = _numbers_at(at, (num_features + 1) * step + skipped - before, num_new + before)
         token = out.cu_tokens[i] + max(0, shape.num_user - known[i, RESIDENT])
         _count_from(out.event_at[first:split], token)
         of_head = out.head_at[candidate : candidate + end - split]
@@ -94,12 +136,12 @@ def lay_out(
             _count_from(of_head, token + num_new + shape.num_request)
         _count_from(out.positions[first:split], skipped)
         _fill(out.positions[split:end], known[i, EVENTS])
-        _copy(out.actions[first:split], lines[0, line_end - num_new : line_end])
+        _copy(out.actions[first:split], _numbers_at(at, num_features * step + skipped, num_new))
         _fill(out.actions[split:end], shape.placeholder)
-        _put_gaps(out.gaps[first:split], lines[1, line:line_end], shape.num_buckets)
+        _put_gaps(out.gaps[first:split], times, shape.num_buckets)
         _fill(out.gaps[split:end], known[i, GAP])
         _count_from(out.candidates[candidate : candidate + end - split], split)
-        line, candidate = line_end, candidate + end - split
+        candidate += end - split
     _put_pages(known[:, PAGES], pages, out.page_table)
     _put_context(context, shape, out, num_requests)
     _put_write_slots(known, shape.page_tokens, out)

@@ -5,6 +5,7 @@ returns.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -32,32 +33,35 @@ class Ended:
 
     def hand_out(self) -> None:
         """Complete the future of every request with its result or its error."""
-        for i, member in enumerate(self.batch.members):
-            future, output = member.waiting.future, self.outcome
-            if not isinstance(output, StepOutput):
-                future.set_exception(output)
-            elif i in output.non_finite:
-                future.set_exception(_non_finite(output.scores[i], member.request.history.user_id))
+        output = self.outcome
+        if not isinstance(output, StepOutput):
+            for member in self.batch.members:
+                member.waiting.future.set_exception(output)
+            return
+        for i, (member, result) in enumerate(zip(self.batch.members, self._results(output), strict=True)):
+            if i in output.non_finite:
+                error = _non_finite(output.scores[i], member.request.history.user_id)
+                member.waiting.future.set_exception(error)
             else:
-                future.set_result(self._result(output, i))
+                member.waiting.future.set_result(result)
 
-    def _result(self, output: StepOutput, i: int) -> RankResult:
-        member = self.batch.members[i]
-        return RankResult(
-            scores=output.scores[i],
-            reused_tokens=member.plan.num_resident,
-            computed_tokens=member.num_tokens,
-            row_hits=output.row_hits[i],
-            row_misses=output.row_misses[i],
-            window_start=member.request.window_start,
-            truncated_events=member.request.truncated_events,
-            timing=Timing(
-                queue_ms=(self.batch.started_s - member.waiting.arrived_s) * 1e3,
-                plan_ms=(self.planned_s - self.batch.started_s) * 1e3,
-                compute_ms=(self.ended_s - self.planned_s) * 1e3,
-            ),
-            row_position=output.running.row_position,
-        )
+    def _results(self, output: StepOutput) -> Iterator[RankResult]:
+        """Generate the result of every request, each when the one before has been handed out."""
+        started_s, row_position = self.batch.started_s, output.running.row_position
+        plan_ms, compute_ms = (self.planned_s - started_s) * 1e3, (self.ended_s - self.planned_s) * 1e3
+        for i, (waiting, plan, num_tokens, _) in enumerate(self.batch.members):
+            request = waiting.request
+            yield RankResult(
+                scores=output.scores[i],
+                reused_tokens=plan.num_resident,
+                computed_tokens=num_tokens,
+                row_hits=output.row_hits[i],
+                row_misses=output.row_misses[i],
+                window_start=request.window_start,
+                truncated_events=request.truncated_events,
+                timing=Timing((started_s - waiting.arrived_s) * 1e3, plan_ms, compute_ms),
+                row_position=row_position,
+            )
 
 
 def _non_finite(scores: NDArray[np.float32], user_id: UserId) -> NonFiniteScores:
@@ -166,8 +170,8 @@ class Pipeline:
             self.num_served += len(batch.members) - len(output.non_finite)
             self.num_non_finite += len(output.non_finite)
             for member in batch.members:
-                if member.request.unknown_ids:
-                    self.unknown_ids.update(member.request.unknown_ids)
+                if unknown := member.waiting.request.unknown_ids:
+                    self.unknown_ids.update(unknown)
         self.steps.add(_record(batch, output, ended_s))
         return [Ended(batch, output, launched.planned_s, ended_s, took_s)]
 

@@ -97,6 +97,12 @@ class EngineProbe:
         """Start new miss curves, or none."""
         self.engine._curves = self.engine._make_curves() if is_on else None
 
+    @property
+    def num_unobserved(self) -> int:
+        """Requests that the miss curves were not shown, because their thread was behind."""
+        feed = self.engine._curves
+        return 0 if feed is None else feed.num_skipped
+
     def clear(self, alpha: float) -> None:
         """Empty both caches and the host tier, forget visits and learned costs, and set the boundary."""
         engine, pool = self.engine, self.pool

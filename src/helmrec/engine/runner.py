@@ -106,7 +106,7 @@ class Runner:
             self.host.start_loading(loads)
             timeline.mark(Mark.LOADED, self.host.loading_stream)
             self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
-        members = [(member.request, member.plan) for member in batch.members]
+        members = [(member.waiting.request, member.plan) for member in batch.members]
         page_tokens = self._pool.geometry.page_tokens
         step = Outline(members, self._model.config)
         written = [page for plan in plans for page in plan.pages[plan.num_resident // page_tokens :]]

@@ -23,7 +23,7 @@ from helmrec.queueing import ADMITTED_SHARE, StepTimes, expected_ms, may_fit, ne
 from helmrec.types import RankResult, UserId
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Waiting:
     """A request in the queue."""
 
@@ -31,14 +31,16 @@ class Waiting:
     future: "Future[RankResult]"
     arrived_s: float
     deadline_s: float | None
+    is_claimed: bool = False
 
     def claim(self) -> bool:
         """Take the request so that it cannot be cancelled any more; False if its client has cancelled it."""
-        return self.future.running() or self.future.set_running_or_notify_cancel()
+        if not self.is_claimed:
+            self.is_claimed = self.future.set_running_or_notify_cancel()
+        return self.is_claimed
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scheduled:
+class Scheduled(NamedTuple):
     """A request in a batch, its history pinned in pages."""
 
     waiting: Waiting
@@ -67,7 +69,7 @@ class Batch:
             total, resident = plan.num_tokens, plan.num_resident
             new = total - resident
             tokens += member.num_tokens
-            pairs += new * (resident + new / 2) + member.request.num_attending * total
+            pairs += new * (resident + new / 2) + member.waiting.request.num_attending * total
             num_reloaded += len(plan.loads)
         return StepWork(tokens, pairs, num_reloaded)
 
@@ -206,6 +208,8 @@ class Scheduler:
         """Whether a request may still run: it is not cancelled, and its deadline is expected to hold."""
         if not waiting.claim():
             return False
+        if waiting.deadline_s is None and self._rows is None:
+            return True
         step_s = needed_s(self._times, len(self._queue))
         if self._is_stopped_by_disk(waiting, now + step_s):
             return False
@@ -253,21 +257,21 @@ class Scheduler:
 
     def _plan(self, waiting: Waiting, budget: int | None, now: float) -> Scheduled | None:
         """Pin a request's pages if it fits the token budget; the first request of a batch has no budget."""
-        history = waiting.request.history
         request = waiting.request
-        others = request.num_unkept + request.request_rows.size + request.num_candidates
-        most = history.num_tokens + others
+        history, most = request.history, request.most_tokens
         if budget is not None and most > budget and not may_fit(budget, most, self._kv.resident_tokens(history)):
             return None
         plan = self._kv.plan(history, now)
         if plan is None:
             return None
-        num_tokens = plan.num_new + others
+        num_tokens = most - plan.num_resident
         if budget is not None and num_tokens > budget:  # less was fresh than was resident
             self._kv.abort(plan)
             return None
-        rows = None if self._rows is None else self._rows.take(waiting, request, plan.num_resident)
-        if self._rows is not None and rows is None:  # less is fresh than its rows were asked for
+        if self._rows is None:
+            return Scheduled(waiting, plan, num_tokens)
+        rows = self._rows.take(waiting, request, plan.num_resident)
+        if rows is None:  # less is fresh than its rows were asked for
             self._kv.abort(plan)
             return None
         return Scheduled(waiting, plan, num_tokens, rows)
@@ -301,12 +305,14 @@ class Scheduler:
 
         non_finite: members whose scores are not finite; the KV computed for them is not kept.
         """
+        kv, is_ahead = self._kv, batch.is_ahead
         for i, member in enumerate(batch.members):
             if i in non_finite:
-                self._kv.reject(member.plan)
+                kv.reject(member.plan)
             else:
-                self._kv.commit(member.plan, now, is_ahead=batch.is_ahead)
-            self._release(member.rows)
+                kv.commit(member.plan, now, is_ahead=is_ahead)
+            if member.rows is not None:
+                self._release(member.rows)
         self._kv.restore_reserve()
         with self._lock:
             took_s = now - max(batch.started_s, self._last_ended_s)

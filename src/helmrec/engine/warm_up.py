@@ -15,7 +15,7 @@ from pydantic import ByteSize
 from helmrec.clock import MonotonicClock
 from helmrec.config import EngineConfig, RelayConfig
 from helmrec.engine.engine import Engine
-from helmrec.engine.layout import NO_CONTEXT, NO_LINES, NO_PAGES, NO_REQUESTS, LayoutShape, StepArrays, lay_out
+from helmrec.engine.layout import NO_CONTEXT, NO_PAGES, NO_REQUESTS, LayoutShape, StepArrays, lay_out, place_of
 from helmrec.engine.setup import page_geometry
 from helmrec.engine.start_up import COMPILED
 from helmrec.kernels.attention_plan import AttentionPlan
@@ -49,6 +49,7 @@ def compile_ahead(model: ModelConfig) -> int:
     ]
     for config in kinds:
         _use_scratch_engine(model, config)
+    _compile_places()
     _compile_loops_of_graphs()
     return len(kinds)
 
@@ -57,6 +58,7 @@ def warm_up(engine: Engine) -> None:
     """Compile every host function that this engine may call while serving."""
     engine.start_up.begin("loops of the host", COMPILED)
     _use_scratch_engine(engine.model_config, engine.config)
+    _compile_places()
     engine.start_up.begin("first requests")
     for num_events in (2, 3, *[3] * (_CURVE_REQUESTS if engine.config.miss_curves else 1)):
         # The same user with one more event: extending a prefix takes another code path than starting one.
@@ -197,7 +199,7 @@ def _change_everything(engine: Engine) -> None:
         pass
     engine.warm(engine.hot_rows())
     engine.forget(requests[3].user_id)
-    engine.curves()
+    engine.settled_curves()
 
 
 def _ahead(model: ModelConfig, request: RankRequest) -> PrefillRequest:
@@ -212,6 +214,15 @@ def _ahead(model: ModelConfig, request: RankRequest) -> PrefillRequest:
     )
 
 
+def _compile_places() -> None:
+    """Compile what finds the arrays of a request, for whole arrays and parts, which may be read-only."""
+    lines = np.zeros((2, 3), np.int64)
+    for _ in range(2):
+        place_of(lines)
+        place_of(lines[:, 1:])
+        lines.flags.writeable = False
+
+
 def _compile_loops_of_graphs() -> None:
     """Compile the functions that only steps on a card call: padding to graph sizes, and attention plans."""
     events, lengths = np.zeros(8, np.int64), np.zeros(2, np.int32)
@@ -219,6 +230,6 @@ def _compile_loops_of_graphs() -> None:
     of_events = [events.copy() for _ in range(9)]  # and of candidates, context tokens, tokens and requests
     out = StepArrays(rows, rows[0], *of_events, np.zeros(3, np.int32), lengths, lengths, table)  # type: ignore[call-arg, arg-type]
     shape = LayoutShape(0, 0, 0, 1, _SCRATCH_PAGE_TOKENS, context_places=2, is_retrieval=False)
-    lay_out(NO_REQUESTS, NO_LINES, NO_PAGES, NO_CONTEXT, shape, out)
+    lay_out(NO_REQUESTS, NO_PAGES, NO_CONTEXT, shape, out)
     q = torch.zeros(16, 1, 4)
     AttentionPlan(q, q, _SCRATCH_PAGE_TOKENS, 2).load(np.array([0, 3], np.int32), lengths[:1], lengths[:1] + 2, 1)

@@ -86,7 +86,8 @@ class AttentionPlan:
         self.launch = launch_shape(qk, v.shape[2], q.dtype, page_tokens, scores)
         block_m = self.launch.block_m
         local = (0, 0) if window is None else window
-        self.tiling = Tiling(block_m, self.launch.block_n, num_heads, _num_programs(q.device), MAX_PARTS, *local)
+        programs = num_programs(q.device)
+        self.tiling = Tiling(block_m, self.launch.block_n, num_heads, programs, MAX_PARTS, *local)
         num_items = max_items(max_tokens, max_sequences, self.tiling)
         # Row 0 holds the number of items, the items follow.
         self.work = torch.zeros((1 + num_items, FIELDS), dtype=torch.int32, device=q.device)
@@ -151,6 +152,6 @@ def plan_for(q: Tensor, v: Tensor, batch: RaggedBatch, scores: Scores | None = N
     return plan
 
 
-def _num_programs(device: torch.device) -> int:
+def num_programs(device: torch.device) -> int:
     """Return one program per multiprocessor; two in the interpreter, so that tests cover several programs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

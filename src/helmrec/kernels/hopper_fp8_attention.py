@@ -45,11 +45,7 @@ from helmrec.kernels.triton_encode import OWN_TOKENS, CodedTokens
 from helmrec.kernels.work_list import FIELDS
 
 _SHARED_BYTES = 222 * 1024  # for queries and rings; scales and barriers need a little more
-HALF_SCORES = True  # scores in float16 take half the registers and instructions of float32
 _MAX_SLOTS = 8  # of a ring: more of small blocks would only add scales and barriers
-
-POLYNOMIAL = False  # one tanh of four by a polynomial: the special-function units have the most to do
-
 
 # One argument a line would bury the kernels.
 # fmt: off
@@ -141,8 +137,7 @@ def _clear_dead_values(values, layout, length, block, BLOCK_N: gl.constexpr, DIM
 @gluon.jit
 def _step(acc, weights, ceiling, query, q_factor, k_pipe, scales, k_slot, k_phase, v_pipe, slot, phase, layout, shared,
           length, block, first_row, MASKED: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-          K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, SCORES: gl.constexpr, WEIGHTS: gl.constexpr,
-          SCORE_TYPE: gl.constexpr, POLYNOMIAL: gl.constexpr):
+          K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, SCORES: gl.constexpr, WEIGHTS: gl.constexpr):
     """Scores of this block and the values of the one before, in flight together; returns the sum and new weights."""
     ring, k_full, k_empty = k_pipe
     values, v_full, v_empty = v_pipe
@@ -151,17 +146,17 @@ def _step(acc, weights, ceiling, query, q_factor, k_pipe, scales, k_slot, k_phas
         _clear_dead_values(values.index(slot), layout, length, block - 1, BLOCK_N, DIM)
     mbarrier.wait(k_full.index(k_slot), k_phase)
     operand = as_operand(weights, BLOCK_N, WEIGHTS)
-    zero = gl.zeros([64, BLOCK_N], SCORE_TYPE, SCORES)
+    zero = gl.zeros([64, BLOCK_N], gl.float16, SCORES)
     scores = hopper.warpgroup_mma(query, ring.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     if not MASKED:
         mbarrier.wait(v_full.index(slot), phase)
     acc = hopper.warpgroup_mma(operand, values.index(slot).permute((1, 0)), acc, is_async=True)
     k_ceiling, next_ceiling = ceilings_of(scales, k_slot)
     scores = hopper.warpgroup_mma_wait(1, deps=[scores])
-    active = weigh(scores, q_factor, k_ceiling, scales, k_slot, SCORES, POLYNOMIAL)
+    active = weigh(scores, q_factor, k_ceiling, scales, k_slot, SCORES)
     mbarrier.arrive(k_empty.index(k_slot), count=1)
     if MASKED:
-        active = gl.where(sees(layout, shared, block, first_row, BLOCK_N, SCORES), active, 0.0).to(SCORE_TYPE)
+        active = gl.where(sees(layout, shared, block, first_row, BLOCK_N, SCORES), active, 0.0).to(gl.float16)
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
     following = pack(active, BLOCK_N)
     mbarrier.arrive(v_empty.index(slot), count=1)
@@ -206,8 +201,7 @@ def _finish(acc, ceiling, q_exponents, item, head, outputs, row, end, factor, GR
 def _consumer(inputs, outputs, queries, q_exponents, q_stride, k_pipe, scales, v_pipe, tickets, barriers,
               half_scale, factor, GROUP: gl.constexpr, FIELDS: gl.constexpr, NUM_HEADS: gl.constexpr,
               DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_SLOTS: gl.constexpr,
-              V_SLOTS: gl.constexpr, BOUND: gl.constexpr, SCORE_TYPE: gl.constexpr,
-              POLYNOMIAL: gl.constexpr):
+              V_SLOTS: gl.constexpr, BOUND: gl.constexpr):
     """Compute 64 of a tile's rows, tile after tile."""
     work, batch, num_context, table_stride = inputs
     ring, k_full, k_empty = k_pipe
@@ -232,26 +226,26 @@ def _consumer(inputs, outputs, queries, q_exponents, q_stride, k_pipe, scales, v
         masked_from = gl.maximum(gl.minimum(layout[0] // BLOCK_N + layout[1], hi), lo + 1)
         mbarrier.wait(q_full.index(0), number & 1)
         mbarrier.wait(k_full.index(k_slot), k_phase)
-        zero = gl.zeros([64, BLOCK_N], SCORE_TYPE, scores_layout)
+        zero = gl.zeros([64, BLOCK_N], gl.float16, scores_layout)
         scores = hopper.warpgroup_mma(query, ring.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
         k_ceiling, ceiling = ceilings_of(scales, k_slot)
         scores = hopper.warpgroup_mma_wait(0, deps=[scores])
-        active = weigh(scores, q_factor, k_ceiling, scales, k_slot, scores_layout, POLYNOMIAL)
+        active = weigh(scores, q_factor, k_ceiling, scales, k_slot, scores_layout)
         mbarrier.arrive(k_empty.index(k_slot), count=1)
         k_slot, k_phase = next_slot(k_slot, k_phase, K_SLOTS)
-        active = gl.where(sees(layout, shared, lo, first_row, BLOCK_N, scores_layout), active, 0.0).to(SCORE_TYPE)
+        active = gl.where(sees(layout, shared, lo, first_row, BLOCK_N, scores_layout), active, 0.0).to(gl.float16)
         weights = pack(active, BLOCK_N)
         acc = gl.zeros([64, DIM], gl.float32, acc_layout)
         for block in range(lo + 1, masked_from):
             acc, weights, ceiling, k_slot, k_phase, slot, phase = _step(
                 acc, weights, ceiling, query, q_factor, k_pipe, scales, k_slot, k_phase, v_pipe, slot, phase, layout,
                 shared, end - start, block, first_row, False, BLOCK_N, DIM, K_SLOTS, V_SLOTS, scores_layout,
-                weights_layout, SCORE_TYPE, POLYNOMIAL)
+                weights_layout)
         for block in range(masked_from, hi):
             acc, weights, ceiling, k_slot, k_phase, slot, phase = _step(
                 acc, weights, ceiling, query, q_factor, k_pipe, scales, k_slot, k_phase, v_pipe, slot, phase, layout,
                 shared, end - start, block, first_row, True, BLOCK_N, DIM, K_SLOTS, V_SLOTS, scores_layout,
-                weights_layout, SCORE_TYPE, POLYNOMIAL)
+                weights_layout)
         mbarrier.arrive(q_empty.index(0), count=1)
         acc = _add_last(acc, weights, v_pipe, slot, phase, layout, end - start, hi - 1, BLOCK_N, DIM, weights_layout)
         slot, phase = next_slot(slot, phase, V_SLOTS)
@@ -272,14 +266,14 @@ def _attention_kernel(
     table_stride, partials, arrivals, num_context, half_scale, factor, page_rows,
     FIELDS: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr,
     OWN_TOKENS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, K_SLOTS: gl.constexpr,
-    V_SLOTS: gl.constexpr, BOUND: gl.constexpr, SCORE_TYPE: gl.constexpr, POLYNOMIAL: gl.constexpr,
+    V_SLOTS: gl.constexpr, BOUND: gl.constexpr,
 ):
     scales_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = gl.allocate_shared_memory(q_flat.dtype, [2, BLOCK_M // 2, DIM], q_flat.layout)
     keys = gl.allocate_shared_memory(k_flat.dtype, [K_SLOTS, BLOCK_N, DIM], k_flat.layout)
     values = gl.allocate_shared_memory(v_flat.dtype, [V_SLOTS, DIM, BLOCK_N], v_flat.layout)
-    scales = (gl.allocate_shared_memory(SCORE_TYPE, [K_SLOTS, BLOCK_N], scales_layout),
-              gl.allocate_shared_memory(SCORE_TYPE, [K_SLOTS, BLOCK_N], scales_layout),
+    scales = (gl.allocate_shared_memory(gl.float16, [K_SLOTS, BLOCK_N], scales_layout),
+              gl.allocate_shared_memory(gl.float16, [K_SLOTS, BLOCK_N], scales_layout),
               gl.allocate_shared_memory(gl.int32, [K_SLOTS, 2], scales_layout))
     tickets = gl.allocate_shared_memory(gl.int32, [2, 1], scales_layout)
     # Keys are full when the producer has fetched codes and the scaler has written scales; both consumers free them.
@@ -293,11 +287,9 @@ def _attention_kernel(
     gl.warp_specialize(
         [
             (_consumer, (inputs, outputs, queries, q_exponents, flat_stride, k_pipe, scales, v_pipe, tickets, barriers,
-                         half_scale, factor, 0, FIELDS, NUM_HEADS, DIM, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS, BOUND,
-                         SCORE_TYPE, POLYNOMIAL)),
+                         half_scale, factor, 0, FIELDS, NUM_HEADS, DIM, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS, BOUND)),
             (_consumer, (inputs, outputs, queries, q_exponents, flat_stride, k_pipe, scales, v_pipe, tickets, barriers,
-                         half_scale, factor, 1, FIELDS, NUM_HEADS, DIM, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS, BOUND,
-                         SCORE_TYPE, POLYNOMIAL)),
+                         half_scale, factor, 1, FIELDS, NUM_HEADS, DIM, BLOCK_M, BLOCK_N, K_SLOTS, V_SLOTS, BOUND)),
             (lay_out_scales, (inputs, exponents, k_pipe, scales, tickets, barriers, FIELDS, NUM_HEADS, DIM, PAGE_TOKENS,
                        BLOCK_M, BLOCK_N, K_SLOTS, BOUND)),
             (_producer, (inputs, sources, page_rows, state, queries, k_pipe, v_pipe, tickets, barriers, FIELDS,
@@ -348,7 +340,5 @@ def launch(
         *(OWN_TOKENS, tiling.block_m, tiling.block_n, slots - slots // 2, slots // 2),
         # No product of codes is above dim * 448 * 448 / 2**lift, no weight above twice that / 2**BOUND, below 448.
         10 + dim.bit_length() - 1 - query_lift(dim),
-        gl.float16 if HALF_SCORES else gl.float32,
-        POLYNOMIAL,
         num_warps=4,
     )

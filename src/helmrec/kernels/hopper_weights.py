@@ -3,42 +3,29 @@
 Nothing here knows keys, tiles or pages.
 """
 
-# ruff: noqa: N803, PLR0913, PLR0917 - Triton's constants are in capitals, and a kernel's arguments are its interface
+# ruff: noqa: N803 - Triton's constants are in capitals, and a kernel's arguments are its interface
 # Triton gives kernel arguments their types.
 # mypy: disable-error-code="no-untyped-def"
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from helmrec.kernels.hopper_tiles import tanh
 
-
-def _weights_of_pairs(polynomial: int) -> str:
+def _weights_of_pairs() -> str:
     """Instructions for four pairs of weights in float16: scores, scales of keys, of queries, and of weights.
 
-    silu(2 h) = h * (1 + tanh(h)). The last pairs, `polynomial` of them, take tanh from a polynomial, off by at most
-    0.005 where rounding weights to eight bits costs 2.6%, so that both kinds of units are busy.
+    silu(2 h) = h * (1 + tanh(h)).
     """
-    lines = [".reg .b32 half, tanh, scaled, square, most, least;"]
-    if polynomial:
-        lines += ["mov.b32 most, 0x41664166;", "mov.b32 least, 0xc166c166;"]  # 2.7: beyond it 0.9956
+    lines = [".reg .b32 half, tanh, scaled;"]
     for i in range(4):
         score, key, query, weight = (f"${4 + 4 * operand + i}" for operand in range(4))
         lines += [f"mul.rn.f16x2 half, {score}, {key};", f"mul.rn.f16x2 half, half, {query};"]
-        if i < 4 - polynomial:
-            lines += ["tanh.approx.f16x2 tanh, half;"]
-        else:
-            lines += ["min.NaN.f16x2 half, half, most;", "max.NaN.f16x2 half, half, least;"]
-            lines += ["mul.rn.f16x2 square, half, half;", "mov.b32 tanh, 0x0d730d73;"]
-            for coefficient in (0x9F42, 0x2BA7, 0xB45C, 0x3BE0):  # of h**7 to h, in float16
-                lines += [f"{{.reg .b32 next; mov.b32 next, 0x{coefficient:04x}{coefficient:04x};"]
-                lines += ["fma.rn.f16x2 tanh, tanh, square, next;}"]
-            lines += ["mul.rn.f16x2 tanh, tanh, half;"]
+        lines += ["tanh.approx.f16x2 tanh, half;"]
         lines += [f"mul.rn.f16x2 scaled, {score}, {weight};", f"fma.rn.f16x2 ${i}, scaled, tanh, scaled;"]
     return "{" + "\n".join(lines) + "}"
 
 
-_TANH_ALONE, _POLYNOMIAL_TOO = gl.constexpr(_weights_of_pairs(0)), gl.constexpr(_weights_of_pairs(1))
+_WEIGHTS = gl.constexpr(_weights_of_pairs())
 
 # One argument a line would bury the kernels.
 # fmt: off
@@ -60,7 +47,7 @@ def ceilings_of(scales, slot):
 
 
 @gluon.jit
-def weigh(scores, q_factor, k_ceiling, scales, slot, SCORES: gl.constexpr, POLYNOMIAL: gl.constexpr):
+def weigh(scores, q_factor, k_ceiling, scales, slot, SCORES: gl.constexpr):
     """Weights, not masked, of the products of codes.
 
     silu(2 h) = h * (1 + tanh(h)), where h is half the scaled q.k. The factor of the sum is another than that of
@@ -69,15 +56,9 @@ def weigh(scores, q_factor, k_ceiling, scales, slot, SCORES: gl.constexpr, POLYN
     k_scale = scales[0].index(slot).load(gl.SliceLayout(0, SCORES))[None, :]
     w_scale = scales[1].index(slot).load(gl.SliceLayout(0, SCORES))[None, :]
     q_scale = gl.minimum(q_factor * power_of_two(k_ceiling), 65504.0)[:, None]  # tanh of more is 1
-    if scores.dtype == gl.float16:
-        operands = [scores, k_scale, q_scale.to(gl.float16), w_scale]
-        weights = gl.inline_asm_elementwise(
-            _POLYNOMIAL_TOO if POLYNOMIAL else _TANH_ALONE, "=&r,=&r,=&r,=&r" + ",r" * 16, operands, dtype=gl.float16,
-            is_pure=True, pack=8)
-    else:
-        scaled = scores * w_scale
-        weights = scaled + scaled * tanh(scores * k_scale * q_scale)
-    return weights
+    operands = [scores, k_scale, q_scale.to(gl.float16), w_scale]
+    return gl.inline_asm_elementwise(
+        _WEIGHTS, "=&r,=&r,=&r,=&r" + ",r" * 16, operands, dtype=gl.float16, is_pure=True, pack=8)
 
 
 @gluon.jit
@@ -89,34 +70,19 @@ def pack(weights, BLOCK_N: gl.constexpr):
     from block to block one by one would take a register each.
     """
     ordered = weights.reshape(64, BLOCK_N // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(64, BLOCK_N // 4, 2, 2)
-    if weights.dtype == gl.float16:
-        first, second = gl.split(ordered.permute(0, 1, 3, 2))
-        both = gl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f16x2 low, $2;
-            cvt.rn.satfinite.e4m3x2.f16x2 high, $3;
-            mov.b32 $0, {low, high};
-            mov.b32 $1, $0;
-            }
-            """,
-            "=&r,=&r,r,r", [first, second], dtype=gl.int32, is_pure=False, pack=2)
-        packed, _ = gl.split(both)
-    else:
-        even, odd = gl.split(ordered)
-        first, third = gl.split(even)
-        second, fourth = gl.split(odd)
-        packed = gl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }
-            """,
-            "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=False, pack=1)
+    first, second = gl.split(ordered.permute(0, 1, 3, 2))
+    both = gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f16x2 low, $2;
+        cvt.rn.satfinite.e4m3x2.f16x2 high, $3;
+        mov.b32 $0, {low, high};
+        mov.b32 $1, $0;
+        }
+        """,
+        "=&r,=&r,r,r", [first, second], dtype=gl.int32, is_pure=False, pack=2)
+    packed, _ = gl.split(both)
     return packed
 
 

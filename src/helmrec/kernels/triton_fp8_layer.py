@@ -9,18 +9,22 @@ eight-bit matrix units multiplies the codes; elsewhere they are decoded first, w
 # Triton gives kernel arguments their types.
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from helmrec.kernels.attention_plan import num_programs
 from helmrec.kernels.layer import CodedWeight, Form, LayerWeights, Projected, split_projection
-from helmrec.kernels.triton_layer import launch_rows, load_norm, norm_rows, silu_in_place
+from helmrec.kernels.triton_layer import silu_in_place
 from helmrec.kernels.triton_rounding import FP8, encode_finite, exponent_of, power_of_two
 
 _FP8 = tl.constexpr(FP8)
+WARP_WIDTH = 512  # values of a row that a warp takes: more of them take registers from other rows
+_MOST_ROWS, _ROUNDS = 8, 32  # that a program takes one after another; programs of a multiprocessor, if rows are few
 _EIGHT_BIT_UNITS = 9  # major compute capability with products of codes and one scale per row and column
 
 # One argument a line would bury the kernels.
@@ -28,67 +32,116 @@ _EIGHT_BIT_UNITS = 9  # major compute capability with products of codes and one 
 
 
 @triton.jit
-def _scale_of(peak):
-    """Exponents of the scales of rows, and the scales; of rows that are not finite, NaN."""
-    is_finite = peak < float("inf")
-    exponent = exponent_of(tl.where(is_finite, peak, 0.0), _FP8)
-    return exponent, tl.where(is_finite, power_of_two(exponent), float("nan"))
-
-
-@triton.jit
-def _peak(values):
-    """Largest absolute value of each row; infinity if one is NaN."""
-    size = tl.abs(values)
-    return tl.max(tl.where(size < float("inf"), size, float("inf")), axis=1)
-
-
-@triton.jit
-def _store_codes(out, at, values, exponent, live, NATIVE: tl.constexpr):
-    scaled = values * power_of_two(-exponent)[:, None]
-    finite = tl.where(tl.abs(scaled) < float("inf"), scaled, 0.0)
-    tl.store(out + at, encode_finite(finite, _FP8, NATIVE), mask=live)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _norm_kernel(x, delta, weight, bias, out, scale, x_stride, num_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-                 ROWS: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes and scales of norm(x); if ADD, of norm(x + delta), which x becomes."""
-    rows, columns, live, w, b = load_norm(weight, bias, num_rows, WIDTH, PADDED, ROWS)
-    at = rows[:, None] * x_stride + columns[None, :]
-    values = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
-    if ADD:
-        values += tl.load(delta + rows[:, None] * WIDTH + columns[None, :], mask=live, other=0.0).to(tl.float32)
-        rounded = values.to(x.dtype.element_ty)
-        tl.store(x + at, rounded, mask=live)
-        values = rounded.to(tl.float32)
-    normed = tl.where(live, norm_rows(values, w, b, live, WIDTH, EPS), 0.0)
-    exponent, factor = _scale_of(_peak(normed))
-    tl.store(scale + rows, factor, mask=rows < num_rows)
-    _store_codes(out, rows[:, None] * WIDTH + columns[None, :], normed, exponent, live, NATIVE)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _gate_kernel(u, o, weight, bias, y, scale, u_stride, o_stride, num_rows, WIDTH: tl.constexpr,
-                 PADDED: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr, CONCAT: tl.constexpr,
-                 NATIVE: tl.constexpr):
-    """Codes and scales of silu(u) * norm(o), in concat form of [silu(u) | o | silu(u) * norm(o)]."""
-    rows, columns, live, w, b = load_norm(weight, bias, num_rows, WIDTH, PADDED, ROWS)
-    raw_u = tl.load(u + rows[:, None] * u_stride + columns[None, :], mask=live, other=0.0).to(tl.float32)
-    raw_o = tl.load(o + rows[:, None] * o_stride + columns[None, :], mask=live, other=0.0).to(tl.float32)
-    active = raw_u * tl.sigmoid(raw_u)
-    gated = tl.where(live, active * norm_rows(raw_o, w, b, live, WIDTH, EPS), 0.0)
-    peak = _peak(gated)
-    if CONCAT:
-        peak = tl.maximum(peak, tl.maximum(_peak(active), _peak(raw_o)))
-    exponent, factor = _scale_of(peak)
-    tl.store(scale + rows, factor, mask=rows < num_rows)
-    if CONCAT:
-        at = rows[:, None] * (3 * WIDTH) + columns[None, :]
-        _store_codes(y, at, active, exponent, live, NATIVE)
-        _store_codes(y, at + WIDTH, raw_o, exponent, live, NATIVE)
-        _store_codes(y, at + 2 * WIDTH, gated, exponent, live, NATIVE)
+def _load_row(source, columns, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """One row in float32; zeros beyond WIDTH."""
+    if WIDTH == PADDED:
+        values = tl.load(source + columns)
     else:
-        _store_codes(y, rows[:, None] * WIDTH + columns[None, :], gated, exponent, live, NATIVE)
+        values = tl.load(source + columns, mask=columns < WIDTH, other=0.0)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _store_row(target, columns, values, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    if WIDTH == PADDED:
+        tl.store(target + columns, values)
+    else:
+        tl.store(target + columns, values, mask=columns < WIDTH)
+
+
+@triton.jit
+def _norm_row(x, weight, bias, columns, WIDTH: tl.constexpr, PADDED: tl.constexpr, EPS: tl.constexpr):
+    """Layer norm of a row whose values beyond WIDTH are zero, as those of weight and bias are."""
+    centred = x - tl.sum(x, axis=0) / WIDTH
+    if WIDTH < PADDED:
+        centred = tl.where(columns < WIDTH, centred, 0.0)
+    variance = tl.sum(centred * centred, axis=0) / WIDTH
+    return centred * tl.rsqrt(variance + EPS) * weight + bias
+
+
+@triton.jit
+def _silu(x, NATIVE: tl.constexpr):
+    """x * sigmoid(x); NATIVE: by approximate instructions, off by a few units of the last digit of float32."""
+    if NATIVE:
+        active = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .f32 part;
+            mul.f32 part, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 part, part;
+            add.f32 part, part, 0f3F800000;
+            rcp.approx.ftz.f32 part, part;
+            mul.f32 $0, $1, part;
+            }
+            """,
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        active = x * tl.sigmoid(x)
+    return active
+
+
+@triton.jit
+def _larger(one, other):
+    """The larger absolute value of two; NaN if one is NaN."""
+    return tl.maximum(tl.abs(one), tl.abs(other), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _scale_of(values):
+    """Scale of a row, NaN if it is not finite, and the factor by which its values become codes."""
+    peak = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)  # in this order NaN is above infinity
+    is_finite = peak < 0x7F800000
+    exponent = exponent_of(tl.where(is_finite, peak, 0).to(tl.float32, bitcast=True), _FP8)
+    return tl.where(is_finite, power_of_two(exponent), float("nan")), power_of_two(-exponent)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_each"])
+def _norm_kernel(x, delta, weight, bias, out, scale, x_stride, num_rows, rows_each, WIDTH: tl.constexpr,
+                 PADDED: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes and scales of norm(x); if ADD, of norm(x + delta), which x becomes. A program takes row after row."""
+    columns = tl.arange(0, PADDED)
+    w, b = _load_row(weight, columns, WIDTH, PADDED), _load_row(bias, columns, WIDTH, PADDED)
+    first = tl.program_id(0).to(tl.int64) * rows_each
+    for i in range(tl.minimum(rows_each, num_rows - first)):
+        row = first + i
+        values = _load_row(x + row * x_stride, columns, WIDTH, PADDED)
+        if ADD:
+            values += _load_row(delta + row * WIDTH, columns, WIDTH, PADDED)
+            rounded = values.to(x.dtype.element_ty)
+            _store_row(x + row * x_stride, columns, rounded, WIDTH, PADDED)
+            values = rounded.to(tl.float32)
+        normed = _norm_row(values, w, b, columns, WIDTH, PADDED, EPS)
+        found, factor = _scale_of(normed)
+        tl.store(scale + row, found)
+        # Where the scale is NaN, any codes do.
+        _store_row(out + row * WIDTH, columns, encode_finite(normed * factor, _FP8, NATIVE), WIDTH, PADDED)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_each"])
+def _gate_kernel(u, o, weight, bias, y, scale, u_stride, o_stride, num_rows, rows_each, WIDTH: tl.constexpr,
+                 PADDED: tl.constexpr, EPS: tl.constexpr, CONCAT: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes and scales of silu(u) * norm(o), in concat form of [silu(u) | o | silu(u) * norm(o)].
+
+    A program takes row after row.
+    """
+    columns = tl.arange(0, PADDED)
+    w, b = _load_row(weight, columns, WIDTH, PADDED), _load_row(bias, columns, WIDTH, PADDED)
+    first = tl.program_id(0).to(tl.int64) * rows_each
+    for i in range(tl.minimum(rows_each, num_rows - first)):
+        row = first + i
+        active = _silu(_load_row(u + row * u_stride, columns, WIDTH, PADDED), NATIVE)
+        raw_o = _load_row(o + row * o_stride, columns, WIDTH, PADDED)
+        gated = active * _norm_row(raw_o, w, b, columns, WIDTH, PADDED, EPS)
+        if CONCAT:
+            found, factor = _scale_of(_larger(_larger(active, raw_o), gated))
+            to = y + row * (3 * WIDTH)
+            _store_row(to, columns, encode_finite(active * factor, _FP8, NATIVE), WIDTH, PADDED)
+            _store_row(to + WIDTH, columns, encode_finite(raw_o * factor, _FP8, NATIVE), WIDTH, PADDED)
+            _store_row(to + 2 * WIDTH, columns, encode_finite(gated * factor, _FP8, NATIVE), WIDTH, PADDED)
+        else:
+            found, factor = _scale_of(gated)
+            _store_row(y + row * WIDTH, columns, encode_finite(gated * factor, _FP8, NATIVE), WIDTH, PADDED)
+        tl.store(scale + row, found)
 
 
 # fmt: on
@@ -118,7 +171,7 @@ def project(
     norm = weights.input_norm_weight, weights.input_norm_bias
     added = x if delta is None else delta
     constants = {"EPS": weights.norm_eps, "ADD": delta is not None, "NATIVE": is_native(x)}
-    launch_rows(_norm_kernel, x.shape, x, added, *norm, *rows, x.stride(0), **constants)
+    _launch(_norm_kernel, x.shape, x, added, *norm, *rows, x.stride(0), **constants)
     uvqk = multiply(rows, weights.coded.uvqk, weights.uvqk_beta, x.dtype)
     width = weights.output_norm_weight.shape[0]  # heads * v
     if form == "gated":
@@ -132,7 +185,7 @@ def gate_output(u: Tensor, o: Tensor, weights: LayerWeights, form: Form) -> Tens
     rows = CodedRows.empty(u.shape[0], weights.output_weight.shape[0], u.device)
     norm = weights.output_norm_weight, weights.output_norm_bias
     constants = {"EPS": weights.norm_eps, "CONCAT": form == "concat", "NATIVE": is_native(u)}
-    launch_rows(_gate_kernel, u.shape, u, o, *norm, *rows, u.stride(0), o.stride(0), **constants)
+    _launch(_gate_kernel, u.shape, u, o, *norm, *rows, u.stride(0), o.stride(0), **constants)
     return multiply(rows, weights.coded.output, weights.output_bias, u.dtype)
 
 
@@ -159,3 +212,12 @@ def can_multiply_codes(weight: Tensor, dtype: torch.dtype) -> bool:
 def is_native(like: Tensor) -> bool:
     """Whether the device of a tensor converts to eight-bit floats by itself."""
     return like.is_cuda and torch.cuda.get_device_capability(like.device) >= (8, 9)
+
+
+def _launch(kernel: Any, shape: Sequence[int], *args: Any, **constants: Any) -> None:
+    """Run a kernel over all rows, each taken by one warp or few. shape: number and width of the rows."""
+    num_rows, width = shape
+    padded = triton.next_power_of_2(width)
+    rows_each = max(1, min(_MOST_ROWS, num_rows // (_ROUNDS * num_programs(args[0].device))))
+    constants |= {"WIDTH": width, "PADDED": padded, "num_warps": max(1, padded // WARP_WIDTH)}
+    kernel[(triton.cdiv(num_rows, rows_each),)](*args, num_rows, rows_each, **constants)

@@ -3,7 +3,6 @@
 Pure Numba over lengths; it does not know tensors, pages or what a head computes.
 """
 
-import heapq
 from typing import NamedTuple
 
 import numpy as np
@@ -49,11 +48,12 @@ def build_work(
     tiles = _tiles(cu_tokens, num_resident, num_new, num_context, tiling)
     tail = max(0, len(tiles) - 3 * tiling.num_programs // tiling.num_heads)
     tiles[tail:] = tiles[tail:][np.argsort(-tiles[tail:, 2], kind="mergesort")]
-    whole = np.ones(len(tiles), np.int64)
     if len(tiles) * tiling.num_heads > 8 * tiling.num_programs:  # too many rounds for an uneven last one to matter
-        return _items(tiles, whole)
+        return _items(tiles, np.ones(len(tiles), np.int64))
     parts = _parts(tiles, tiling)
-    return _items(tiles, parts if _duration(tiles, parts, tiling) < _duration(tiles, whole, tiling) else whole)
+    if not _ends_earlier(tiles, parts, tiling):
+        parts[:] = 1
+    return _items(tiles, parts)
 
 
 @njit(cache=True)
@@ -115,20 +115,45 @@ def _parts(tiles: Lengths, tiling: Tiling) -> Counts:  # (tiles,)
 
 
 @njit(cache=True)
-def _duration(tiles: Lengths, parts: Counts, tiling: Tiling) -> float:
-    """Estimate when the last program ends, in blocks, if each takes the next item as soon as it is free.
+def _ends_earlier(tiles: Lengths, parts: Counts, tiling: Tiling) -> bool:
+    """Estimate whether the last program ends earlier with tiles in parts than with whole ones.
 
-    The heads of an item follow one another, so one simulated program represents `num_heads` programs.
+    Each program takes the next item as soon as it is free. The heads of an item follow one another, so one simulated
+    program represents `num_heads` programs.
     """
-    free_at = [0.0 for _ in range(max(1, tiling.num_programs // tiling.num_heads))]
-    for t in range(len(tiles)):
+    num, first = len(tiles), 0
+    while first < num and parts[first] == 1:
+        first += 1
+    if first == num:
+        return False
+    whole = np.zeros(max(1, tiling.num_programs // tiling.num_heads))  # when each program is free, in blocks
+    for t in range(first):
+        _take(whole, ITEM_COST + tiles[t, 2])
+    split = whole.copy()
+    for t in range(first, num):
+        _take(whole, ITEM_COST + tiles[t, 2])
         cost = ITEM_COST + tiles[t, 2] / parts[t]
         if parts[t] > 1:
             cost += PART_COST
-        for part in range(parts[t]):
-            adds_up = 1 < parts[t] == part + 1
-            heapq.heapreplace(free_at, free_at[0] + cost + (SUM_COST * parts[t] if adds_up else 0.0))
-    return max(free_at)
+            for _ in range(parts[t] - 1):
+                _take(split, cost)
+            cost += SUM_COST * parts[t]  # the last one adds all of them up
+        _take(split, cost)
+    return split.max() < whole.max()
+
+
+@njit(cache=True)
+def _take(free_at: npt.NDArray[np.float64], cost: float) -> None:
+    """Let the program that is free first take an item. free_at: a heap; `heapq` compiles to slower code."""
+    end, at, child = free_at[0] + cost, 0, 1
+    while child < free_at.size:
+        if child + 1 < free_at.size and free_at[child + 1] < free_at[child]:
+            child += 1
+        if free_at[child] >= end:
+            break
+        free_at[at] = free_at[child]
+        at, child = child, 2 * child + 1
+    free_at[at] = end
 
 
 @njit(cache=True)
@@ -136,13 +161,12 @@ def _items(tiles: Lengths, parts: Counts) -> Lengths:  # (items, FIELDS)
     work = np.zeros((int(np.sum(parts)), FIELDS), np.int32)
     count, slot = 0, 0
     for t in range(len(tiles)):
+        sequence, row, num_blocks, first = tiles[t, 0], tiles[t, 1], tiles[t, 2], tiles[t, 3]
         for part in range(parts[t]):
-            work[count, :2] = tiles[t, :2]
-            work[count, 2] = tiles[t, 3] + part * tiles[t, 2] // parts[t]
-            work[count, 3] = tiles[t, 3] + (part + 1) * tiles[t, 2] // parts[t]
-            work[count, 4] = part
-            work[count, 5] = parts[t]
-            work[count, 6] = slot
+            work[count, 0], work[count, 1] = sequence, row
+            work[count, 2] = first + part * num_blocks // parts[t]
+            work[count, 3] = first + (part + 1) * num_blocks // parts[t]
+            work[count, 4], work[count, 5], work[count, 6] = part, parts[t], slot
             count += 1
         if parts[t] > 1:
             slot += parts[t]

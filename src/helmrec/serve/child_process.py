@@ -101,13 +101,13 @@ class ChildProcess:
         value: bytes = await self._ask(link, FrameKind.CALL, parts)
         return msgspec.msgpack.decode(value, type=kind)
 
-    async def _ask(self, link: Link, kind: FrameKind, parts: Parts) -> Any:
+    async def _ask(self, link: Link, kind: FrameKind, parts: Parts, arrays: Parts = ()) -> Any:
         """Send a frame and wait for its answer; EngineClosed if the process ends before it."""
         call = next(self._calls)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[call] = answer
         try:
-            link.send(kind, call, parts)
+            link.send(kind, call, parts, arrays)
             return await answer
         finally:
             self._pending.pop(call, None)

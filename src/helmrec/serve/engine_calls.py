@@ -34,12 +34,12 @@ class EngineCalls(ChildProcess):
         came_s = time.monotonic() - spent_ms / 1e3
         for _ in range(_MOST_TRIES):
             link, intake = self._need_link(), self.intake
-            parts = pack_prepared(intake.tag, intake.prepare_all(requests), came_s)
-            num_bytes = max(results_bytes(requests, self.model.num_tasks), size_of(parts))
+            packed = pack_prepared(intake.tag, intake.prepare_all(requests), came_s)
+            num_bytes = max(results_bytes(requests, self.model.num_tasks), sum(map(size_of, packed)))
             if num_bytes > link.max_frame_bytes:
                 raise too_large("requests", num_bytes, link)
             try:
-                results: list[RankResult] = await self._ask(link, FrameKind.RANK, parts)
+                results: list[RankResult] = await self._ask(link, FrameKind.RANK, *packed)
             except PrepareAgain as again:  # another model was swapped in meanwhile
                 self._use(again.recipe)
                 continue

@@ -98,7 +98,7 @@ class EngineServer(FrameServer):
     def _rank(self, frame: Frame) -> None:
         """Queue requests that the front has prepared; if it did so for an engine before, have it prepare them again."""
         port = self._ready_port().current  # another may take over before this one has answered
-        received = unpack_prepared(frame.payload)
+        received = unpack_prepared(frame.payload, frame.arrays)
         if not port.engine.is_prepared_by(received.tag):
             self._answer(FrameKind.PREPARE_AGAIN, frame.call, pack_recipe(port.engine.intake_recipe))
             return

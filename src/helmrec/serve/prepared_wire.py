@@ -1,7 +1,7 @@
 """Packing of prepared requests into bytes, so that an engine's process gets them checked, in rows and hashed.
 
-Arrays follow a msgpack header as they are in memory. The sender must have prepared them from the recipe that the tag
-identifies: the receiver checks the tag and the sizes, not every id.
+Arrays, all of numbers of 64 bits, are sent with a msgpack header, as they are in memory. The sender must have prepared
+them from the recipe that the tag identifies: the receiver checks the tag and the sizes, not every id.
 """
 
 import time
@@ -16,8 +16,6 @@ from helmrec.engine.intake import IntakeRecipe, Prepared
 from helmrec.memory.prefix_hash import History
 from helmrec.serve.wire import joined, raw, split_header
 from helmrec.types import IntArray, UserId
-
-_NUMBER_BYTES = 8  # all arrays have numbers of 64 bits
 
 
 class _Sizes(NamedTuple):
@@ -83,22 +81,33 @@ _REQUESTS = msgspec.msgpack.Decoder(_SentRequests)
 _RECIPE = msgspec.msgpack.Decoder(IntakeRecipe)
 
 
-def pack_prepared(tag: bytes, prepared: Sequence[Prepared], came_s: float) -> list[bytes | memoryview]:
+class PackedPrepared(NamedTuple):
+    """Packed requests: what describes them, and their arrays."""
+
+    header: list[bytes | memoryview]
+    arrays: list[bytes | memoryview]
+
+
+def pack_prepared(tag: bytes, prepared: Sequence[Prepared], came_s: float) -> PackedPrepared:
     """Pack the requests of a call that arrived at `came_s`, by the monotonic clock."""
-    header = _SentRequests(tag, came_s, [_plain_fields(each) for each in prepared])
-    return joined(_ENCODER.encode(header), [raw(array) for each in prepared for array in _arrays(each)])
+    header = _ENCODER.encode(_SentRequests(tag, came_s, [_plain_fields(each) for each in prepared]))
+    return PackedPrepared(joined(header, []), [raw(array) for each in prepared for array in _arrays(each)])
 
 
-def unpack_prepared(payload: memoryview) -> ReceivedPrepared:
-    """Unpack requests. Their arrays are copies, independent of the payload."""
+def unpack_prepared(payload: memoryview, arrays: IntArray | None = None) -> ReceivedPrepared:
+    """Unpack requests. Their arrays are copies, independent of the payload, or parts of `arrays` if they came apart."""
     header, at = split_header(payload)
     sent = _REQUESTS.decode(header)
-    prepared = []
+    values = np.frombuffer(payload[at:], np.int64) if arrays is None else arrays
+    prepared, start = [], 0
     for each in sent.requests:
-        prepared.append(_unpacked(each, payload, at))
-        at += (each.sizes.ends()[-1] + each.sizes.states) * _NUMBER_BYTES
-    if at != len(payload):
-        raise ValueError(f"prepared requests have {len(payload)} bytes, {at} by their sizes")
+        end = start + each.sizes.ends()[-1] + each.sizes.states
+        if min(each.sizes) < 0 or end > values.size:
+            raise ValueError(f"arrays of {each.sizes} do not fit {values.size} numbers")
+        prepared.append(_unpacked(each, values[start:end], are_lent=arrays is not None))
+        start = end
+    if start != values.size:
+        raise ValueError(f"prepared requests have {values.size} numbers, {start} by their sizes")
     return ReceivedPrepared(sent.tag, prepared, (time.monotonic() - sent.came_s) * 1e3)
 
 
@@ -145,15 +154,13 @@ def _arrays(request: Prepared) -> list[IntArray]:
     return [*arrays, history.states.view(np.int64)]
 
 
-def _unpacked(sent: _SentRequest, payload: memoryview, at: int) -> Prepared:
-    """Return the request of a header whose arrays begin at `at`."""
+def _unpacked(sent: _SentRequest, sent_values: IntArray, *, are_lent: bool) -> Prepared:
+    """Return the request of a header whose arrays these are. It keeps them if they are lent, otherwise copies."""
     sizes = sent.sizes
     of_columns, of_candidates, of_user, of_request, num = sizes.ends()
-    if min(sizes) < 0 or at + (num + sizes.states) * _NUMBER_BYTES > len(payload):
-        raise ValueError(f"arrays of {sizes} do not fit {len(payload)} bytes")
-    values = np.frombuffer(payload, np.int64, num, at).copy()
+    values = sent_values[:num] if are_lent else sent_values[:num].copy()
     # In memory of their own: a resident prefix keeps its states long after the request has ended.
-    states = np.frombuffer(payload, np.uint64, sizes.states, at + num * _NUMBER_BYTES).copy()
+    states = sent_values[num:].view(np.uint64).copy()
     columns = values[:of_columns].reshape(sizes.lines, sizes.events)
     event_rows = columns[:-2, : sizes.states - sizes.user_context]
     return Prepared(
@@ -167,7 +174,7 @@ def _unpacked(sent: _SentRequest, payload: memoryview, at: int) -> Prepared:
         deadline_ms=sent.deadline_ms,
         query_time=sent.query_time,
         num_full=sent.num_full,
-        times=values[of_request:] if sizes.times else None,
+        times=values[of_request:num] if sizes.times else None,
         is_retrieval=sent.is_retrieval,
         unknown_ids=sent.unknown_ids,
     )

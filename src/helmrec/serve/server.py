@@ -21,7 +21,7 @@ from helmrec.serve.settings import ServeConfig
 if TYPE_CHECKING:
     from helmrec.serve.grpc_server import GrpcServer
 
-_SWITCH_INTERVAL_S = 0.001  # of threads: the event loop must not wait long for the interpreter lock
+SWITCH_INTERVAL_S = 0.001  # of threads: the event loop must not wait long for the interpreter lock
 log = logging.getLogger("helmrec.serve")
 
 
@@ -81,7 +81,7 @@ def serve_until_stopped(
 
     `on_stop` is called in the event loop when the server begins to stop.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     PROCESS.take_over()
     keep_freed_memory()
     if config.engine_process or config.joined_engine is not None:  # else the port does this, once its engine is ready

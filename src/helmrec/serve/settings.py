@@ -61,7 +61,8 @@ class ServeConfig(Frozen):
         description="engine_socket of a server here: be one more front of its engine; unset: an engine of one's own",
     )
     ring_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = Field(
-        ByteSize(64 << 20), description="memory shared with the engine's process, in each direction"
+        ByteSize(64 << 20),
+        description="ring shared with the engine's process, in each direction; as much again for arrays of requests",
     )
     replay_bytes: Annotated[ByteSize, Field(ge=0)] = Field(
         ByteSize(256 << 20), description="memory for row updates, to apply them again to a restarted engine"

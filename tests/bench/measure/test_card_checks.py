@@ -1,13 +1,13 @@
 """Times of a card are shown although a check of its kernels failed, and the failure is not lost."""
 
-from argparse import Namespace
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helmrec_bench.measure.cards import precision
 from helmrec_bench.measure.cards.kernels import failed_checks
+from helmrec_bench.registry import REGISTERED
 
 TESTS = """
 def test_that_holds():
@@ -46,15 +46,13 @@ def test_no_checks_at_all_is_a_failure(tmp_path: Path, monkeypatch: pytest.Monke
 def test_times_are_shown_before_the_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written: list[dict[str, Any]] = []
-    monkeypatch.setattr(precision, "capacity", list)
     monkeypatch.setattr(precision, "failed_checks", lambda *_: ["FAILED one"])
-    monkeypatch.setattr(precision, "layer_times", lambda: LAYERS)
-    monkeypatch.setattr(precision, "write_measurement", lambda _, found: written.append(dict(found)))
-    flags = Namespace(variants=False, device="cuda", skip_layers=False, only_layers=True, out=tmp_path / "found.json")
+    monkeypatch.setattr(precision, "layer_times", lambda keep: keep(LAYERS))
+    out = tmp_path / "found.json"
+    flags = REGISTERED["precision"].parse(["--only", "checks", "layers", "--out", str(out)])
     with pytest.raises(SystemExit) as ended:
         precision.main(flags)
     assert ended.value.code == 1
     shown = capsys.readouterr().out
     assert shown.index("layers, ms") < shown.index("FAILED one")
-    assert written[-1]["failed_checks"] == ["FAILED one"]
+    assert json.loads(out.read_text())["checks"] == {"failed": ["FAILED one"]}

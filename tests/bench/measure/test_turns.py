@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helmrec_bench.measure.controller import turns
-from helmrec_bench.measure.controller.turns import SCREENED, LiveCourse, LiveRun, earlier, take_turns
+from helmrec_bench.measure.controller.turns import SCREENED, LiveCourse, LiveRun, earlier, figures, take_turns
 
 
 class CountedStand:
@@ -62,3 +62,20 @@ def test_a_file_of_other_courses_is_not_continued(tmp_path: Path) -> None:
     ):
         out.write_text(json.dumps(found))
         assert (earlier(flags) == found) == is_same
+
+
+def test_a_run_that_serves_nobody_has_no_latencies() -> None:
+    found = figures(np.full(3, np.nan))
+    assert (found["offered"], found["served"], found["slo_satisfaction"]) == (3, 0, 0.0)
+    assert found["mean_ms"] is found["p50_ms"] is found["p99_ms"] is None
+
+
+def test_a_constant_that_served_nobody_is_not_the_best() -> None:
+    class Starved(CountedStand):
+        def run(self, course: LiveCourse, policy: str) -> LiveRun:
+            run = super().run(course, policy)
+            return LiveRun(np.array([np.nan])) if policy == "static:0.1" else run
+
+    stand, found = Starved(), dict[str, Any]()
+    assert take_turns(stand, flags_for(Path(), 1e9), found, lambda: None)
+    assert (120.0, "static:0.4") in stand.made

@@ -245,7 +245,7 @@ class Relay:
             for job, member in zip(self._in_step, batch.members, strict=True):
                 job.reached = member.plan.num_tokens
             return
-        for member in batch.members:
+        for member in batch.members if self._leases else ():
             self._leases.use(member.request.history.user_id)
 
     def note_failed(self, batches: Sequence[Batch]) -> None:

@@ -6,10 +6,12 @@ the engine has its own process, which receives them ready (`receive_ms`; earlier
 with requests that are prepared, and with requests as clients send them.
 
     helmrec bench run host-time --before ../earlier     # on a card, against another checkout
+    helmrec bench run host-time --only kuairand         # one shape; `--only loadgen` only judges with LoadGen
     helmrec bench run host-time --quick                 # anywhere, one small layer: does the measurement work
 """
 
 import importlib
+import importlib.util
 import json
 import os
 import statistics
@@ -35,6 +37,7 @@ from helmrec.engine.warm_up import make_request
 from helmrec.model.config import ModelConfig
 from helmrec.model.profiles import profile
 from helmrec.steps import Step
+from helmrec.types import RankRequest
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.loadgen import LoadGenConfig, ServerScenario, largest_valid
 from helmrec_bench.measure.cards.traffic import PreparedTraffic, serving_engine
@@ -80,6 +83,18 @@ FULL = (
     ),
 )
 QUICK = (HostCase("kuairand", Crowd(4, 40, 60, 10), {"hits": Visit(40, 4, 10)}, 2_048, 24),)
+JUDGED, LOADGEN = "dlrmv3", "loadgen"  # the shape that LoadGen judges, and the name of that part
+RUNTIME_CALLS = (  # of the CUDA runtime, each a part of its own
+    (torch.cuda.CUDAGraph, "replay", "launches of graphs"),
+    (torch.Tensor, "copy_", "copies"),
+    (torch.cuda.Event, "record", "events"),
+    (torch.cuda.Event, "query", "events"),
+    (torch.cuda.Event, "elapsed_time", "events"),
+    (torch.cuda.Event, "synchronize", "waits for the card"),
+    (torch.cuda.Stream, "wait_event", "streams"),
+    (torch.cuda, "set_stream", "streams"),
+    (torch.cuda, "current_stream", "streams"),
+)
 
 
 def make_model(name: str, *, is_quick: bool) -> ModelConfig:
@@ -104,33 +119,52 @@ def waits_s() -> Iterator[list[float]]:
         yield waited
 
 
+def sent(wire: Any, tag: bytes, request: Prepared) -> tuple[Any, ...]:
+    """A request as it lies in the memory that a front shares with an engine's process."""
+    packed = wire.pack_prepared(tag, [request], 0.0)
+    if isinstance(packed, list):  # a tree whose engine copies the arrays
+        return (memoryview(bytearray(b"".join(packed))),)
+    return memoryview(bytearray(b"".join(packed.header))), np.frombuffer(bytearray(b"".join(packed.arrays)), np.int64)
+
+
 def received(engine: Engine, prepared: list[Prepared]) -> tuple[list[Prepared], float]:
     """The requests as an engine's process gets them from a front, and the milliseconds that this takes it."""
     try:
         wire = importlib.import_module("helmrec.serve.prepared_wire")
     except ModuleNotFoundError:  # an earlier tree
         return prepared, 0.0
-    tag = engine.intake_recipe.tag
-    frames = [memoryview(bytearray(b"".join(wire.pack_prepared(tag, [each], 0.0)))) for each in prepared]
+    frames = [sent(wire, engine.intake_recipe.tag, each) for each in prepared]
     started = time.perf_counter()
-    got = [wire.unpack_prepared(frame).prepared[0] for frame in frames]
+    got = [wire.unpack_prepared(*frame).prepared[0] for frame in frames]
     return got, (time.perf_counter() - started) * 1e3
 
 
-def host_time(engine: Engine, visit: Visit, repeats: int) -> dict[str, float]:
-    """Milliseconds of eight requests: of intake, of receiving them ready, and of a step from queue to results."""
-    probe, model, rng = EngineProbe(engine), engine.model_config, np.random.default_rng(0)
-    num_items, steps, intakes, receipts = model.features[0].num_rows, [], [], []
-    user = 1 << 30
-    for _ in range(repeats):
-        timed = []
+class Visits:
+    """New users, one batch after another, whose histories are resident as far as the visit says."""
+
+    def __init__(self, engine: Engine, visit: Visit, first_user: int) -> None:
+        self._engine, self._visit, self._user = engine, visit, first_user
+        self._rng = np.random.default_rng(first_user)
+
+    def batch(self) -> list[RankRequest]:
+        model, visit, requests = self._engine.model_config, self._visit, []
+        num_items = model.features[0].num_rows
         for _ in range(BATCH):
-            user += 1
-            items = rng.integers(0, num_items, visit.resident + visit.new)
+            self._user += 1
+            items = self._rng.integers(0, num_items, visit.resident + visit.new)
             if visit.resident:
-                engine.rank([make_request(model, user, items[: visit.resident], items[:1])])
-            timed.append(make_request(model, user, items, rng.integers(0, num_items, visit.candidates)))
-        engine.check()
+                self._engine.rank([make_request(model, self._user, items[: visit.resident], items[:1])])
+            requests.append(make_request(model, self._user, items, self._rng.integers(0, num_items, visit.candidates)))
+        self._engine.check()
+        return requests
+
+
+def host_time(engine: Engine, visit: Visit, repeats: int) -> dict[str, Any]:
+    """Milliseconds of eight requests: of intake, of receiving them ready, and of a step from queue to results."""
+    probe, visits = EngineProbe(engine), Visits(engine, visit, 1 << 30)
+    steps, intakes, receipts = [], [], []
+    for _ in range(repeats):
+        timed = visits.batch()
         with waits_s() as waited:
             started = time.perf_counter()
             prepared = [probe.prepare(request) for request in timed]
@@ -145,7 +179,29 @@ def host_time(engine: Engine, visit: Visit, repeats: int) -> dict[str, float]:
         assert all(future.result(timeout=0).reused_tokens == visit.resident for future in futures)
         steps.append((ended - started - sum(waited)) * 1e3)
     times = {"step_ms": steps, "intake_ms": intakes, "receive_ms": receipts}
-    return {name: round(statistics.median(each), 3) for name, each in times.items()}
+    medians = {name: round(statistics.median(each), 3) for name, each in times.items()}
+    return {**medians, "us_by_part": by_part(engine, visit, repeats)}
+
+
+def by_part(engine: Engine, visit: Visit, repeats: int) -> dict[str, float]:
+    """Microseconds of a step by part, calls of the CUDA runtime apart. Timing them makes the step longer."""
+    path = Path(__file__).parents[1] / "serving" / "host_parts.py"  # of this tree, in an earlier one too
+    spec = importlib.util.spec_from_file_location("host_parts_of_this_tree", path)
+    assert spec is not None and spec.loader is not None
+    host_parts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(host_parts)
+    probe, visits, times, found = EngineProbe(engine), Visits(engine, visit, 1 << 31), host_parts.PartTimes(), []
+    with host_parts.timed(times, RUNTIME_CALLS):
+        for _ in range(repeats):
+            prepared = [probe.prepare(request) for request in visits.batch()]
+            times.by_part.clear()
+            for each in prepared:
+                probe.submit(each)
+            while engine.step():
+                pass
+            found.append(times.by_part.copy())
+    names = dict.fromkeys(name for each in found for name in each)
+    return {name: round(statistics.median(each[name] for each in found) / 1e3, 1) for name in names}
 
 
 def saturated(traffic: PreparedTraffic, num: int) -> dict[str, float]:
@@ -185,70 +241,108 @@ def judge(traffic: PreparedTraffic, limit: float, seconds: float, *, is_prepared
     return round(max(found), 1) if found else None
 
 
+def measure(case: HostCase, traffic: PreparedTraffic, *, is_quick: bool) -> dict[str, Any]:
+    """Host time of single batches of a shape, then requests per second when it is saturated."""
+    engine, repeats = traffic.probe.engine, 4 if is_quick else 20
+    found: dict[str, Any] = {name: host_time(engine, visit, repeats) for name, visit in case.visits.items()}
+    saturated(traffic, case.num_requests)  # brings the hot users in
+    runs = [saturated(traffic, case.num_requests) for _ in range(1 if is_quick else 3)]
+    best = max(runs, key=lambda run: run["requests_per_s"])
+    return {**found, "saturated": {**best, "runs": [run["requests_per_s"] for run in runs]}}
+
+
+def judged(case: HostCase, traffic: PreparedTraffic, seconds: float) -> dict[str, Any]:
+    """What LoadGen calls valid of prepared requests, and of requests as clients send them."""
+    saturated(traffic, case.num_requests)  # brings the hot users in
+    limit = saturated(traffic, case.num_requests)["requests_per_s"]
+    named = {"prepared": True, "with intake": False}
+    return {
+        "saturated_per_s": limit,
+        **{name: judge(traffic, limit, seconds, is_prepared=is_) for name, is_ in named.items()},
+    }
+
+
 def turn(flags: Namespace) -> dict[str, Any]:
     """Measure the tree that this process has imported."""
     results: dict[str, Any] = {}
     device = "cpu" if flags.quick else "cuda"
-    for case in QUICK if flags.quick else FULL:
+    cases = {case.profile: case for case in (QUICK if flags.quick else FULL)}
+    is_judged = flags.only == LOADGEN
+    for name in (JUDGED,) if is_judged and not flags.quick else cases:
+        case = cases[name]
+        if not is_judged and flags.only not in (None, name):
+            continue
         sizes = {"pool_bytes": "64MiB" if flags.quick else "24GiB", "alpha": 0.2, "kv_admission": "always"}
         tokens = {"max_batch_tokens": case.max_batch_tokens, "max_batch_requests": BATCH, "max_forks": 1}
-        model = make_model(case.profile, is_quick=flags.quick)
-        engine = serving_engine(model, device=device, **sizes, **tokens)
-        found: dict[str, Any] = {
-            name: host_time(engine, visit, 4 if flags.quick else 20) for name, visit in case.visits.items()
-        }
-        results[case.profile] = found
+        engine = serving_engine(make_model(name, is_quick=flags.quick), device=device, **sizes, **tokens)
         traffic = PreparedTraffic(EngineProbe(engine), case.crowd)
-        saturated(traffic, case.num_requests)  # brings the hot users in
-        runs = [saturated(traffic, case.num_requests) for _ in range(1 if flags.quick else 3)]
-        found["saturated"] = best = max(runs, key=lambda run: run["requests_per_s"])
-        if flags.loadgen and case.profile == "dlrmv3":
-            limit = best["requests_per_s"]
-            found["loadgen_qps"] = {
-                name: judge(traffic, limit, 4.0, is_prepared=is_prepared)
-                for name, is_prepared in (("prepared", True), ("with intake", False))
-            }
+        if is_judged:
+            results["loadgen_qps"] = judged(case, traffic, 0.5 if flags.quick else 4.0)
+        else:
+            results[name] = measure(case, traffic, is_quick=flags.quick)
         engine.close()
         del engine, traffic
         if device == "cuda":
             torch.cuda.empty_cache()
-        print(json.dumps({case.profile: results[case.profile]}), flush=True)
+    print(json.dumps(results), flush=True)
     return results
 
 
-def run_turn(tree: Path, flags: Namespace, *, has_loadgen: bool) -> dict[str, Any]:
+def run_turn(tree: Path, flags: Namespace, only: str | None) -> dict[str, Any]:
     """Measure a tree in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "turn.json"
         command = [sys.executable, "-P", __file__, "--turn", str(out), *(["--quick"] if flags.quick else [])]
-        command += ["--loadgen"] if has_loadgen else []
-        subprocess.run(command, check=True, env={**os.environ, **KEEP_FREED_MEMORY, "PYTHONPATH": str(tree / "src")})
+        command += ["--only", only] if only else []
+        places = [str(tree / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # and other packages' folders
+        environment = {**os.environ, **KEEP_FREED_MEMORY, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+        subprocess.run(command, check=True, env=environment)
         found: dict[str, Any] = json.loads(out.read_text())
         return found
+
+
+def table(results: dict[str, list[Any]]) -> list[str]:
+    """One line for each figure, with the medians of the turns of each tree."""
+    lines = []
+    for tree, turns in results.items():
+        for shape in dict.fromkeys(name for each in turns for name in each):
+            for what, figures in next(each for each in turns if shape in each)[shape].items():
+                if isinstance(figures, dict):
+                    plain = [name for name, value in figures.items() if isinstance(value, float)]
+                    of_turns = {name: [each[shape][what][name] for each in turns if shape in each] for name in plain}
+                    shown = "  ".join(f"{name} {statistics.median(each):g}" for name, each in of_turns.items())
+                    lines.append(f"{tree:7}{shape:12}{what:16}{shown}")
+                else:
+                    lines.append(f"{tree:7}{shape:12}{what:16}{figures}")
+    return lines
 
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--before", type=Path, help="a checkout of an earlier commit, measured by turns with this one")
     parser.add_argument("--turns", type=int, default=1, help="turns of each tree")
+    shapes = [case.profile for case in FULL]
+    parser.add_argument("--only", choices=(*shapes, LOADGEN), help="one shape, or this tree's judgement by LoadGen")
     parser.add_argument("--quick", action="store_true", help="a small shape, on any machine")
 
 
 def main(flags: Namespace) -> None:
     here = Path(__file__).resolve().parents[4]
-    trees = {**({"before": flags.before} if flags.before else {}), "after": here}
+    is_compared = flags.before is not None and flags.only != LOADGEN
+    trees = {**({"before": flags.before} if is_compared else {}), "after": here}
     results: dict[str, list[Any]] = {name: [] for name in trees}
     for number in range(flags.turns):
         for name, tree in trees.items():
-            is_last = name == "after" and number == flags.turns - 1
-            results[name].append(run_turn(tree.resolve(), flags, has_loadgen=is_last and not flags.quick))
-            print(name, json.dumps(results[name][-1]), flush=True)
+            results[name].append(run_turn(tree.resolve(), flags, flags.only))
+            if name == "after" and number == flags.turns - 1 and flags.only is None and not flags.quick:
+                results[name][-1] |= run_turn(tree.resolve(), flags, LOADGEN)
             write_measurement(flags.out, {"requests_a_step": BATCH, "hot_share": HOT_SHARE, **results})
+    print(*table(results), sep="\n", flush=True)
 
 
 if __name__ == "__main__":
     _parser = ArgumentParser()
     _parser.add_argument("--turn", type=Path)
     _parser.add_argument("--quick", action="store_true")
-    _parser.add_argument("--loadgen", action="store_true")
+    _parser.add_argument("--only")
     _flags = _parser.parse_args()
     _flags.turn.write_text(json.dumps(turn(_flags)))

@@ -138,15 +138,15 @@ class Variant(NamedTuple):
     rows: tuple[str, ...] = TIMED
 
 
-_ATTENTION, _PLAN = "helmrec.kernels.hopper_fp8_attention", "helmrec.kernels.attention_plan"
-_LAYERS = LOW_PRECISIONS["fp8-layers"]
+_KERNELS, _LAYERS = "helmrec.kernels", LOW_PRECISIONS["fp8-layers"]
 VARIANTS = {
     "bf16": Variant(FULL_PRECISION),
     "fp8-products": Variant(LOW_PRECISIONS["fp8-products"]),
     "fp8-layers": Variant(_LAYERS),
-    "polynomial": Variant(_LAYERS, ((f"{_ATTENTION}.POLYNOMIAL", True),)),
-    "blocks of 64": Variant(_LAYERS, ((f"{_PLAN}.BLOCK_OF_CODES", 64),), (TIMED[0], TIMED[5])),
-    "float32 scores": Variant(_LAYERS, ((f"{_ATTENTION}.HALF_SCORES", False),), (TIMED[1], TIMED[4])),
+    "64 registers": Variant(_LAYERS, ((f"{_KERNELS}.triton_encode.REGISTERS", 64),)),
+    "16 tokens": Variant(_LAYERS, ((f"{_KERNELS}.triton_encode.MOST_ROWS", 16),), TIMED[1:5]),
+    "a row a warp": Variant(_LAYERS, ((f"{_KERNELS}.triton_fp8_layer.WARP_WIDTH", 1024),), (TIMED[0], TIMED[5])),
+    "blocks of 64": Variant(_LAYERS, ((f"{_KERNELS}.attention_plan.BLOCK_OF_CODES", 64),), (TIMED[0], TIMED[5])),
 }
 
 
@@ -159,7 +159,7 @@ def time_variant(name: str) -> None:
         for row in (row for row in ROWS if row.name in variant.rows):
             run = LayerRun(row, variant.precision)
             _tell(work=row.name, ms=round(run.median_ms(), 4))
-            if name in _PROFILED and row.name in TIMED[:2]:
+            if name in _PROFILED and (row.name in TIMED[:2] or name == "fp8-layers"):
                 _tell(work=row.name, kernels=run.kernel_ms())
             del run
             torch.cuda.empty_cache()

@@ -5,9 +5,11 @@ shorter than a submission's 600 s; the file says how long. Requests reach the en
 hold them, and once more as a client sends them, so that checking and hashing count too.
 
 Folders of models of that shape, such as an imported DLRMv3 and one of our own form, are measured without reuse.
+Precisions are measured one after the other, with reuse and without; calls with the same `--out` fill one file.
 
     helmrec bench run loadgen-card                   # on a card; writes docs/measurements/gpu-loadgen-h200.json
     helmrec bench run loadgen-card --models A B      # these model folders, in turn
+    helmrec bench run loadgen-card --precisions model fp8-all --steps 3 --seconds 4
     helmrec bench run loadgen-card --quick           # anywhere, a small shape: does the script work
 """
 
@@ -26,14 +28,26 @@ from helmrec.engine.engine import Engine
 from helmrec.engine.probe import EngineProbe
 from helmrec.engine.warm_up import make_request
 from helmrec.model.config import ModelConfig
+from helmrec.model.precision import FULL_PRECISION, LOW_PRECISIONS, Precision
 from helmrec.model.weights import LoadedModel, load_model
 from helmrec.types import RankResult
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.loadgen import LoadGenConfig, LoadGenVerdict, ServerScenario, largest_valid
-from helmrec_bench.measure.cards.traffic import PreparedTraffic, card_crowd, hit_rates, serving_config, serving_engine
+from helmrec_bench.measure.cards.measured_parts import MeasuredParts
+from helmrec_bench.measure.cards.traffic import (
+    PreparedTraffic,
+    card_crowd,
+    free_memory,
+    hit_rates,
+    serving_config,
+    serving_engine,
+)
 from helmrec_bench.measure.requests import Crowd, in_threads
+from helmrec_bench.report.files import markdown_table
 
 SPARE = 1.15  # LoadGen draws how many queries fit the time
+PRECISIONS = {"model": FULL_PRECISION, **LOW_PRECISIONS}
+LOWEST = 0.8  # of the saturated rate, where the search of each precision begins: 0.87 to 0.96 were valid
 
 
 @dataclass(frozen=True)
@@ -168,15 +182,50 @@ def compare(flags: Namespace, plan: SearchPlan) -> None:
         each.engine.close()
 
 
+def compare_precisions(flags: Namespace, plan: SearchPlan) -> None:
+    """Find the largest rates of one shape in each precision, with reuse and with every user new."""
+    parts = MeasuredParts(flags.out, ("set_up", *PRECISIONS))
+    parts.put("set_up", described(plan) | {"table_bytes": plan.table_bytes})
+    for name in flags.precisions:
+        search_precision(flags, plan, parts, name)
+        free_memory()  # pools of two engines do not fit the card
+    print_rates({name: parts[name] for name in PRECISIONS if name in parts})
+
+
+def search_precision(flags: Namespace, plan: SearchPlan, parts: MeasuredParts, name: str) -> None:
+    engine, found = make_engine(shape(plan), plan, PRECISIONS[name]), {}
+    traffic = PreparedTraffic(EngineProbe(engine), plan.crowd)
+    for way, is_known in (("with_reuse", True), ("without_reuse", False)):
+        if time.perf_counter() - STARTED_S > flags.limit_s:
+            say(f"out of time: {name}, {way} is not measured")
+            continue
+        say(f"{name}, {way}")
+        offers = Offers(traffic, plan.hot_share, is_known=is_known)
+        found[way] = search(engine, offers, plan, flags.steps, lowest=LOWEST)
+        parts.put(name, {**PRECISIONS[name]._asdict(), "report": str(engine.report()).splitlines(), **found})
+    engine.close()
+
+
+def print_rates(found: dict[str, Any]) -> None:
+    """Print the largest valid rate and the saturated one of each precision."""
+    ways = ("with_reuse", "without_reuse")
+    lines = [[name, *(_rates(part[way]) if way in part else "" for way in ways)] for name, part in found.items()]
+    print(markdown_table(["requests/s, valid (saturated)", "with reuse", "every user new"], lines))
+
+
+def _rates(found: dict[str, Any]) -> str:
+    return f"{found['largest_valid_qps'] or 'none'} ({found['saturated_per_s']})"
+
+
 def described(plan: SearchPlan) -> dict[str, Any]:
     kept = ("latency_ms", "pool_bytes", "alpha", "hot_share")
     sizes = {name: getattr(plan, name) for name in kept}
     return {"scenario": "Server", "seconds_a_point": plan.seconds, **sizes, "crowd": plan.crowd._asdict()}
 
 
-def make_engine(model: ModelConfig | LoadedModel, plan: SearchPlan) -> Engine:
+def make_engine(model: ModelConfig | LoadedModel, plan: SearchPlan, precision: Precision = FULL_PRECISION) -> Engine:
     sizes = {"pool_bytes": plan.pool_bytes, "alpha": plan.alpha, "max_batch_requests": max(plan.batches)}
-    engine = serving_engine(model, device=plan.device, **sizes)
+    engine = serving_engine(model, device=plan.device, **sizes, **precision._asdict())
     say(f"ready\n{engine.report()}")
     return engine
 
@@ -187,7 +236,12 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help="of each point; by default 5, with --quick 3")
     parser.add_argument("--warm-up", type=int, help="requests before each search; by default 2000, with --quick 4")
     parser.add_argument("--models", type=Path, nargs="*", help="measure these model folders, every user new")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, help="measure these, with reuse and without")
     parser.add_argument("--quick", action="store_true", help="a small shape, on any machine")
+
+
+def default_out(flags: Namespace) -> str | None:
+    return "gpu-loadgen-precision-h200.json" if flags.precisions else None
 
 
 def main(flags: Namespace) -> None:
@@ -195,6 +249,9 @@ def main(flags: Namespace) -> None:
     plan = replace(plan, seconds=flags.seconds or plan.seconds, warm_up=flags.warm_up or plan.warm_up)
     if flags.models:
         compare(flags, replace(plan, pool_bytes=min(plan.pool_bytes, 24 << 30)))  # all engines in one process
+        return
+    if flags.precisions:
+        compare_precisions(flags, plan)
         return
     results = described(plan) | {"table_bytes": plan.table_bytes}
     engine = make_engine(shape(plan), plan)

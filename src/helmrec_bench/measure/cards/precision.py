@@ -1,39 +1,38 @@
 """What eight bits gain and cost: layer times, what a pool holds, equal scores with and without caches, quality.
 
-helmrec bench run precision                                  # on a card: every precision in one run
-helmrec bench run precision --only-layers                    # on a card: checks of the kernels, then layer times
-helmrec bench run precision --variants                       # the same without engines, in more ways
+Every part can be measured by a call of its own; calls with the same `--out` fill one file. What compares precisions
+goes on where the call before stopped, if the commit is the same.
+
+helmrec bench run precision --only checks layers             # on a card: checks of the kernels, then layer times
+helmrec bench run precision --only equality --limit-s 150    # on a card: begins no other precision after 150 s
+helmrec bench run precision --only capacity quality
+helmrec bench run precision --variants                       # layer times without engines, in more ways
 helmrec bench run precision --device cpu --requests 200      # without layer times
-helmrec bench run precision --device cpu --model DIR --held-out FILE    # quality of a trained model too
+helmrec bench run precision --device cpu --only quality --model DIR --held-out FILE    # of a trained model too
+helmrec bench run precision --device cpu --quick             # few requests: does the script work
 """
 
-import statistics
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from helmrec.config import EngineConfig, FixedKVDtype
-from helmrec.engine.engine import Engine
 from helmrec.engine.precision_check import NUM_RANDOM, check_precision, random_requests
 from helmrec.engine.setup import page_geometry
-from helmrec.engine.warm_up import make_request
-from helmrec.kernels.attention_plan import plan_for
-from helmrec.kernels.kv_rounding import ScaledPages, empty_pages
-from helmrec.kernels.ragged import RaggedBatch
+from helmrec.errors import ConfigError
 from helmrec.model.config import ModelConfig
-from helmrec.model.precision import FULL_PRECISION, LOW_PRECISIONS, Precision
+from helmrec.model.precision import FULL_PRECISION, LOW_PRECISIONS, Precision, Thresholds
 from helmrec.model.profiles import profile
 from helmrec.model.weights import LoadedModel, load_model, random_dense
 from helmrec.traffic.request_lines import read_held_out
-from helmrec.types import RankRequest
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.cards.coded_attention import attention_times
+from helmrec_bench.measure.cards.equal_scores import compare_scores
 from helmrec_bench.measure.cards.kernels import (
     ROWS,
     KernelUsers,
@@ -42,104 +41,44 @@ from helmrec_bench.measure.cards.kernels import (
     gemm_ceiling,
     make_engine,
     measure,
-    times_ms,
 )
 from helmrec_bench.measure.cards.layer_variants import TIMED, all_times, print_times
+from helmrec_bench.measure.cards.measured_parts import MeasuredParts, Row
 from helmrec_bench.report.files import markdown_table
 
+PARTS = ("checks", "layers", "capacity", "equality", "quality")
+NEED_CARD = ("checks", "layers")
 KV_DTYPES: tuple[FixedKVDtype, ...] = ("model", "fp8_e4m3", "int8")
 TIMED_PRECISIONS = (FULL_PRECISION, LOW_PRECISIONS["fp8-products"], LOW_PRECISIONS["fp8-layers"])
+PRECISIONS = {"model": FULL_PRECISION, **LOW_PRECISIONS}
 POOL_BYTES = 64 << 30
-NUM_USERS, BATCH, HEADS = 40, 4, 4
+QUICK_REQUESTS = 40
 
 
-def layer_times() -> dict[str, Any]:
-    """Time attention alone, then the layers of every shape in every precision; each time is printed as it is found.
+def layer_times(keep: Callable[[dict[str, Any]], None]) -> None:
+    """Time attention alone, then the layers of every shape in every precision; `keep` is given what there is so far.
 
-    Profile by profile, so that pairs are close in time.
+    Profile by profile, so that pairs are close in time. Times of Meta's stack are published ones.
     """
     attention = attention_times()
     print(*attention, sep="\n", flush=True)
-    ceiling, rows = gemm_ceiling(), [row for row in ROWS if row.name in TIMED]
-    found: dict[str, dict[str, Any]] = {row.name: {"work": row.name} for row in rows}
+    ceiling, fp8_ceiling, rows = gemm_ceiling(), fp8_gemm_ceiling(), [row for row in ROWS if row.name in TIMED]
+    found: dict[str, Row] = {row.name: {"work": row.name, "meta_ms": row.meta_ms} for row in rows}
+    ceilings = {"gemm_tflops": round(ceiling, 1), "fp8_gemm_tflops": round(fp8_ceiling, 1)}
     for name in dict.fromkeys(row.profile for row in rows):
         for precision in TIMED_PRECISIONS:
             engine = make_engine(name, precision.kv_dtype, precision.compute_dtype)
             users = KernelUsers(engine.model_config)
             for row in rows:
                 if row.profile == name:
-                    measured = measure(engine, users, row, ceiling)
-                    found[row.name][str(precision)] = {
-                        key: measured[key] for key in ("layers_ms", "p10_ms", "p90_ms", "tflops")
-                    }
+                    measured = measure(engine, users, row, fp8_ceiling)
+                    kept = ("layers_ms", "p10_ms", "p90_ms", "tflops", "share_of_ceiling")  # of the FP8 ceiling
+                    found[row.name][str(precision)] = {key: measured[key] for key in kept}
                     print(f"{row.name}, {precision}: {measured['layers_ms']} ms", flush=True)
             engine.close()
             del engine
             torch.cuda.empty_cache()
-    ceilings = {"gemm_tflops": round(ceiling, 1), "fp8_gemm_tflops": round(fp8_gemm_ceiling(), 1)}
-    return {**ceilings, "attention": attention, "rows": list(found.values())}
-
-
-def attention_times() -> list[dict[str, Any]]:
-    """Time attention alone, nothing cached: in bfloat16, and over codes with the pass that encodes them apart."""
-    rows = []
-    for dim, tokens, candidates in ((128, 6_700, 2_048), (256, 4_096, 256)):
-        plain = AttentionRun.random(dim, tokens, candidates)
-        pairs = 8 * (tokens * (tokens + 1) // 2 + candidates * (tokens + 1))
-        operations = 4 * HEADS * dim * pairs
-        timed = {"bf16": plain.in_bf16, "encode": plain.encode, "fp8": plain.in_fp8}
-        found = {name: statistics.median(times_ms(run)) for name, run in timed.items()}
-        rates = {f"{name} tflops": round(operations / ms / 1e9) for name, ms in found.items() if name != "encode"}
-        rows.append({"dim": dim, **{f"{name} ms": round(ms, 4) for name, ms in found.items()}, **rates})
-    return rows
-
-
-class AttentionRun:
-    """Attention over one random batch of eight sequences in two precisions."""
-
-    def __init__(self, projected: Tensor, pages: list[ScaledPages], batch: RaggedBatch) -> None:
-        """projected: (tokens, 3, heads, dim)."""
-        self._q, self._k, self._v = projected.unbind(1)
-        self._pages, self._batch, self._plan = (pages[0], pages[1]), batch, plan_for(self._q, self._v, batch)
-        self._codes_plan = plan_for(self._q, self._v, batch, "codes")
-        self._tokens = self.encode()
-        self._out = torch.empty_like(self._v)
-
-    @classmethod
-    def random(cls, dim: int, tokens: int, candidates: int) -> "AttentionRun":
-        length, page = tokens + candidates, 128
-        num_pages = -(-tokens // page)
-        table = torch.arange(8 * num_pages, dtype=torch.int32, device="cuda").view(8, num_pages)
-        slots = torch.full((8, length), -1, dtype=torch.int64, device="cuda")
-        slots[:, :tokens] = torch.arange(tokens, device="cuda") + torch.arange(8, device="cuda")[:, None] * (
-            num_pages * page
-        )
-        counts = [torch.full((8,), n, dtype=torch.int32, device="cuda") for n in (0, tokens)]
-        starts = torch.arange(9, dtype=torch.int32, device="cuda") * length
-        batch = RaggedBatch(starts, counts[0], counts[1], table, slots.flatten(), num_context=0, page_tokens=page)
-        projected = torch.randn((8 * length, 3, HEADS, dim), device="cuda").to(torch.bfloat16)
-        shape = (8 * num_pages, page, HEADS, dim)
-        fp8, device = torch.float8_e4m3fn, projected.device
-        pages = [empty_pages(shape, fp8, device, transposed=transposed) for transposed in (False, True)]
-        return cls(projected, [each for each in pages if isinstance(each, ScaledPages)], batch)
-
-    def encode(self) -> Any:
-        from helmrec.kernels.triton_encode import encode_tokens  # noqa: PLC0415 - triton is not on every machine
-
-        k_pages, v_pages = self._pages
-        return encode_tokens(self._q, self._k, self._v, k_pages, v_pages, self._batch)
-
-    def in_fp8(self) -> None:
-        from helmrec.kernels import hopper_fp8_attention  # noqa: PLC0415 - triton is not on every machine
-
-        hopper_fp8_attention.launch(self._tokens, self._pages, self._batch, self._out, self._codes_plan, (0.1, 4_096.0))
-
-    def in_bf16(self) -> None:
-        from helmrec.kernels.triton_attention import attend  # noqa: PLC0415 - triton is not on every machine
-
-        none = self._v.new_empty((1, 128, *self._v.shape[1:]))  # no token is resident
-        settings: dict[str, Any] = {"scale": 0.1, "normaliser": 4_096.0, "plan": self._plan, "out": self._out}
-        attend(self._q, self._k, self._v, none, none, self._batch, **settings)
+            keep({**ceilings, "attention": attention, "rows": list(found.values())})
 
 
 def capacity() -> list[dict[str, Any]]:
@@ -166,95 +105,136 @@ def random_model(config: ModelConfig) -> LoadedModel:
     return LoadedModel(config, 1, random_dense(config, generator), tables)
 
 
-class GrowingUsers:
-    """Users who come again with more events, in random order."""
+class Subject(NamedTuple):
+    """A model whose precisions are compared."""
 
-    def __init__(self, model: ModelConfig, seed: int = 0) -> None:
-        self._model, self._rng = model, np.random.default_rng(seed)
-        num_items, longest = model.features[0].num_rows, 3 * model.window // 2
-        self._items = self._rng.integers(num_items, size=(NUM_USERS, longest))
-        self._lengths = self._rng.integers(1, longest // 2, NUM_USERS)
-
-    def next_requests(self, num: int) -> list[RankRequest]:
-        requests = []
-        for user in self._rng.integers(NUM_USERS, size=num).tolist():
-            grown = self._lengths[user] + int(self._rng.integers(0, max(2, self._model.window // 16)))
-            self._lengths[user] = min(grown, self._items.shape[1])
-            candidates = self._rng.integers(self._model.features[0].num_rows, size=min(16, self._model.max_candidates))
-            requests.append(make_request(self._model, user, self._items[user, : self._lengths[user]], candidates))
-        return requests
+    name: str
+    model: LoadedModel
+    held_out: Path | None = None  # requests with labels; None: random ones
 
 
-def exactness(model: LoadedModel, precision: Precision, num: int, device: str) -> dict[str, Any]:
-    """Score random requests in batches with caches, and each again without: boundary moves and reloads in between.
-
-    Every request is also ranked alone by a second engine.
-    """
-    settings: dict[str, Any] = {
-        "device": device,
-        **precision._asdict(),
-        "kv_admission": "always",
-        "kv_reload": "always",
-    }
-    page = page_geometry(model.config, EngineConfig(**settings))
-    num_pages = 6 * (1 + page.pages_for(model.config.max_prefix_tokens))  # too few for all users
-    settings |= {"pool_bytes": num_pages * page.page_bytes, "host_kv_bytes": 4 * num_pages * page.page_bytes}
-    config = EngineConfig(**settings, audit_every=1, max_batch_requests=BATCH)
-    users, rng, worst_alone, started = GrowingUsers(model.config), np.random.default_rng(1), 0.0, time.monotonic()
-    with Engine(model, config) as engine, Engine(model, EngineConfig(**settings)) as alone:
-        for _ in range(-(-num // BATCH)):
-            if rng.random() < 0.1:
-                engine.move_alpha(float(rng.uniform(0, engine.stats().pool.alpha_max)))
-            requests = users.next_requests(BATCH)
-            for request, result in zip(requests, engine.rank(requests), strict=True):
-                difference = np.abs(alone.rank([request])[0].scores - result.scores).max()
-                worst_alone = max(worst_alone, float(difference))
-        engine.check()
-        stats = engine.stats()
-    return {
-        "model": model.config.name,
-        "dtype": model.config.dtype,
-        **precision._asdict(),
-        "requests": stats.audits,
-        "worst_cached_and_uncached": stats.audit_max_error,
-        "worst_alone_and_in_a_batch": worst_alone,
-        "beyond_tolerance": stats.audit_mismatches,
-        "tokens_reused": stats.pool.reused_tokens,
-        "pages_reloaded": stats.pool.host_reloaded_pages,
-        "pages_evicted": stats.pool.kv_evicted_pages,
-        "seconds": round(time.monotonic() - started, 1),
-    }
+def small_demo() -> ModelConfig:
+    return profile("demo", 2_000).model_copy(update={"window": 64})
 
 
-def quality(model: LoadedModel, held_out: Path | None, name: str, device: str) -> list[dict[str, Any]]:
+def subjects(flags: Namespace, dtypes: Sequence[str]) -> list[Subject]:
+    """A model with random weights in each of these dtypes."""
+    name = flags.shape or ("dlrmv3" if flags.device == "cuda" else "demo")
+    shape = small_demo() if name == "demo" else profile(name, 20_000)
+    models = (random_model(shape.model_copy(update={"dtype": dtype})) for dtype in dtypes)
+    return [Subject(f"{name}, random weights", model) for model in models]
+
+
+class Comparison(NamedTuple):
+    """A part with one row for each model and precision."""
+
+    part: str
+    run: Callable[[Subject, Precision], Row]
+    asked: int  # requests; rows of other numbers are measured again
+
+    def fill(self, parts: MeasuredParts, work: Iterable[tuple[Subject, str]], deadline_s: float) -> None:
+        """Measure the rows that the file lacks, until the deadline."""
+        rows = parts.rows_of_this_commit(self.part)
+        done = [_identity(row) for row in rows]
+        for subject, name in work:
+            row: Row = {"model": subject.name, "dtype": subject.model.config.dtype, "precision": name}
+            row |= {**PRECISIONS[name]._asdict(), "asked": self.asked if subject.held_out is None else "held out"}
+            if _identity(row) in done:
+                continue
+            if time.monotonic() > deadline_s:
+                print(f"out of time: {self.part} goes on with {name} of {subject.name} in the next call", flush=True)
+                return
+            rows.append(row | self.run(subject, PRECISIONS[name]))
+            parts.put(self.part, rows)
+            print(rows[-1], flush=True)
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("model", "dtype", "precision", "asked"))
+
+
+def compare_equality(flags: Namespace, parts: MeasuredParts, deadline_s: float) -> None:
+    """Compare scores with and without caches, alone and in batches."""
+    num = QUICK_REQUESTS if flags.quick else flags.requests
+    comparison = Comparison("equality", lambda s, precision: compare_scores(s.model, precision, num, flags.device), num)
+    dtypes = ("bfloat16",) if flags.device == "cuda" else ("float32", "bfloat16")
+    names = flags.precisions or PRECISIONS
+    comparison.fill(parts, [(each, name) for each in subjects(flags, dtypes) for name in names], deadline_s)
+
+
+def compare_quality(flags: Namespace, parts: MeasuredParts, deadline_s: float) -> None:
     """Compare scores in each low precision with full precision."""
-    rows = []
-    for precision in LOW_PRECISIONS.values():
-        if held_out is None:
-            asked, source = random_requests(model.config, NUM_RANDOM, 0), "random, seed 0"
-        else:
-            asked, source = read_held_out(held_out, model.config), "held out"
-        figures = check_precision(model, precision, asked, source, device)
-        rows.append({"model": name, **precision._asdict(), **figures.model_dump(exclude_none=True)})
-    return rows
+    num = QUICK_REQUESTS if flags.quick else flags.random_requests
+
+    def run(subject: Subject, precision: Precision) -> Row:
+        asked, source = random_requests(subject.model.config, num, 0), "random, seed 0"
+        if subject.held_out is not None:
+            asked, source = read_held_out(subject.held_out, subject.model.config), "held out"
+        figures = check_precision(subject.model, precision, asked, source, flags.device)
+        return figures.model_dump(exclude_none=True) | {"objections": figures.objections(Thresholds())}
+
+    chosen = subjects(flags, [flags.dtype])
+    if flags.model is not None:
+        chosen.append(Subject("trained", load_model(flags.model), flags.held_out))
+    names = [name for name in flags.precisions or LOW_PRECISIONS if name in LOW_PRECISIONS]
+    comparison = Comparison("quality", run, num)
+    comparison.fill(parts, [(each, name) for each in chosen for name in names], deadline_s)
 
 
-def _print_layers(layers: dict[str, Any]) -> None:
+def objections_to(row: Row) -> list[str]:
+    """What speaks against the claim that scores are the same with and without caches."""
+    found = [f"{row['beyond_tolerance']} scores beyond the tolerance"] if row["beyond_tolerance"] else []
+    if row["worst_alone_and_in_a_batch"] > row["tolerance"]:
+        found.append(f"scores alone and in a batch differ by {row['worst_alone_and_in_a_batch']:.3g}")
+    events = ("moves", "tokens_reused", "pages_reloaded", "pages_evicted")
+    is_quick = row["asked"] <= QUICK_REQUESTS  # too few for all of them to happen
+    return found + [f"no {event}" for event in events if not row[event] and not is_quick]
+
+
+def print_layers(layers: dict[str, Any]) -> None:
     """Print milliseconds of every shape and precision, and the ceilings of this run."""
     names = [str(precision) for precision in TIMED_PRECISIONS]
-    rows = [[row["work"], *(str(row[name]["layers_ms"]) for name in names)] for row in layers["rows"]]
+    rows = [
+        [row["work"], *(str(row[name]["layers_ms"]) for name in names), str(row["meta_ms"] or "")]
+        for row in layers["rows"]
+    ]
     print(f"8192^3 products: bf16 {layers['gemm_tflops']}, fp8 {layers['fp8_gemm_tflops']} TFLOP/s")
-    print(markdown_table(["layers, ms", *names], rows))
+    print(markdown_table(["layers, ms", *names, "Meta's stack, published"], rows))
+
+
+def print_rows(rows: list[Row]) -> None:
+    left_out = {"kv_dtype", "compute_dtype", "row_dtype"}  # what the name of the precision says
+    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in left_out]
+    print(markdown_table(columns, [[_cell(row.get(column, "")) for column in columns] for row in rows]))
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, list):
+        return "; ".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, help="measure these parts; by default all that the device can"
+    )
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, help="compare these; by default all")
+    parser.add_argument("--limit-s", type=float, default=3_600, help="begin no other comparison after so long")
     parser.add_argument("--requests", type=int, default=2_000, help="compared with and without caches")
+    parser.add_argument("--random-requests", type=int, default=NUM_RANDOM, help="whose quality is compared")
+    parser.add_argument("--shape", choices=("demo", "dlrmv3"), help="of random weights; default dlrmv3, on a CPU demo")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of random weights: quality"
+    )
     parser.add_argument("--model", type=Path, help="a trained model whose quality is measured too")
     parser.add_argument("--held-out", type=Path, help="its held-out requests, as for helmrec model check --precision")
-    parser.add_argument("--only-layers", action="store_true", help="check kernels and time layers, nothing else")
     parser.add_argument("--variants", action="store_true", help="time layers without an engine in more ways, only that")
-    parser.add_argument("--skip-layers", action="store_true", help="time no layers; always so on a CPU")
+    parser.add_argument("--quick", action="store_true", help="few requests, to see that it runs")
+
+
+def default_out(flags: Namespace) -> str:
+    return "gpu-precision-h200.json" if flags.device == "cuda" else "precision-cpu.json"
 
 
 def time_variants(out: Path) -> None:
@@ -271,37 +251,32 @@ def main(flags: Namespace) -> None:
     if flags.variants:
         time_variants(flags.out)
         return
-    found: dict[str, Any] = {"capacity": capacity()}
-    if flags.device == "cuda" and not flags.skip_layers:
-        found["failed_checks"] = failed_checks("fp8")  # times are taken all the same: a card is scarce
-        found["layers"] = layer_times()
-        write_measurement(flags.out, found)  # a run that is stopped leaves what it has
-        _print_layers(found["layers"])
-    if not flags.only_layers:
-        compare(flags, found)
-    if found.get("failed_checks"):
-        print("Checks that failed:", *found["failed_checks"], sep="\n")
+    chosen = flags.only or [part for part in PARTS if flags.device == "cuda" or part not in NEED_CARD]
+    if flags.device != "cuda" and (needy := [part for part in chosen if part in NEED_CARD]):
+        raise ConfigError(f"--only {' '.join(needy)} needs --device cuda, got {flags.device!r}")
+    deadline_s, parts = time.monotonic() + flags.limit_s, MeasuredParts(flags.out, PARTS)
+    if "checks" in chosen:
+        parts.put("checks", {"failed": failed_checks("fp8")})  # times are taken all the same: a card is scarce
+    if "layers" in chosen:
+        layer_times(lambda found: parts.put("layers", found))
+    if "capacity" in chosen:
+        parts.put("capacity", capacity())
+    if "equality" in chosen:
+        compare_equality(flags, parts, deadline_s)
+    if "quality" in chosen:
+        compare_quality(flags, parts, deadline_s)
+    conclude(parts, [part for part in chosen if part in parts])
+
+
+def conclude(parts: MeasuredParts, chosen: Sequence[str]) -> None:
+    """Print what was measured; the exit status is 1 if a check failed or scores differ by more than they may."""
+    if "layers" in chosen:
+        print_layers(parts["layers"])
+    for name in (part for part in ("capacity", "equality", "quality") if part in chosen):
+        print_rows(parts[name])
+    wrong = list(parts["checks"]["failed"]) if "checks" in chosen else []
+    for row in parts["equality"] if "equality" in chosen else ():
+        wrong += [f"{row['precision']}, {row['dtype']}: {objection}" for objection in objections_to(row)]
+    if wrong:
+        print("Checks that failed:", *wrong, sep="\n")
         sys.exit(1)
-
-
-def compare(flags: Namespace, found: dict[str, Any]) -> None:
-    """Compare scores with and without caches, and in every precision; adds to what was found."""
-    on_card = flags.device == "cuda"
-    shape = profile("dlrmv3", 20_000) if on_card else profile("demo", 2_000).model_copy(update={"window": 64})
-    dtypes: Sequence[str] = ("bfloat16",) if on_card else ("float32", "bfloat16")
-    models = [random_model(shape.model_copy(update={"dtype": dtype})) for dtype in dtypes]
-    found["exactness"] = [
-        exactness(m, each, flags.requests, flags.device)
-        for m in models
-        for each in (FULL_PRECISION, *LOW_PRECISIONS.values())
-    ]
-    write_measurement(flags.out, found)
-    found["quality"] = quality(models[-1], None, f"{shape.name}, random weights", flags.device)
-    if flags.model is not None:
-        trained = load_model(flags.model)
-        found["quality"] += quality(trained, flags.held_out, trained.config.name, flags.device)
-    write_measurement(flags.out, found)
-    for name in ("capacity", "exactness", "quality"):
-        rows = [{key: value for key, value in row.items() if not isinstance(value, dict)} for row in found[name]]
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        print(markdown_table(columns, [[str(row.get(column, "")) for column in columns] for row in rows]))

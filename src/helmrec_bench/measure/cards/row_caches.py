@@ -1,6 +1,7 @@
 """Our embedding cache beside other ways to cache rows, FBGEMM's own among them: same traces, slots and table.
 
 helmrec bench run row-caches --fbgemm FOLDER          # on a machine with a card; FOLDER holds the package fbgemm_gpu
+helmrec bench run row-caches --only drifting          # one of the two traces
 helmrec bench run row-caches --device cpu --quick     # a minute's trial of the script itself; its figures mean nothing
 
 Every system is given row ids on the host and must leave the rows, in order, on the device. `ours` is the engine's own
@@ -32,35 +33,23 @@ from helmrec.kernels.row_kernels import RowKernels, row_kernels
 from helmrec.kernels.row_table import Admission, RowTally
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
-from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.row_master import RowMaster
 from helmrec.types import IntArray
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.measure.cards.fbgemm_rows import FbgemmRows, find_fbgemm
+from helmrec_bench.measure.cards.row_traces import (
+    DRIFTING,
+    FULL,
+    QUICK,
+    REPEATING,
+    Profile,
+    make_table,
+    numbers_of,
+    zipf_steps,
+)
 
 CHECK_EVERY = 25  # steps whose rows are compared with the table
 MANY_ROWS = 10**9  # for which the sizes of both indexes are stated
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """What is read, and from what."""
-
-    num_rows: int
-    geometry: PageGeometry
-    step_rows: int
-    warm_up: int  # steps
-    measured: int  # steps
-    exponent: float
-    shares: tuple[float, ...]  # of the rows that a cache holds
-    drift: float = 0.0  # share of the rows that swap their popularity in each step
-
-
-FULL = Profile(8 << 20, PageGeometry(128, 5, 4, 128, 128, 2, 512, 2), 65_536, 100, 100, 1.0, (0.01, 0.05))
-DRIFTING = replace(FULL, warm_up=400, measured=200, shares=(0.01,), drift=0.005)
-# Few rows and many lookups: eight requests of about 250 events over the films of ML-1M.
-REPEATING = Profile(4_096, PageGeometry(8, 1, 1, 64, 64, 2, 512, 2), 2_048, 100, 100, 0.8, (0.05, 0.2))
-QUICK = Profile(4_000, PageGeometry(8, 1, 1, 64, 64, 2, 64, 2), 256, 15, 10, 1.0, (0.1,))
 
 
 class RowReader(Protocol):
@@ -234,34 +223,6 @@ class PlainTorch:
         self._place.wait()
 
 
-def zipf_steps(profile: Profile, seed: int) -> IntArray:  # (steps, rows)
-    """Rows by popularity 1 / rank ** exponent; which row has which rank is drawn, so that neighbours differ."""
-    rng = np.random.default_rng(seed)
-    below = np.cumsum(1.0 / np.arange(1, profile.num_rows + 1) ** profile.exponent)
-    num_steps = profile.warm_up + profile.measured
-    drawn = np.sort(rng.random(num_steps * profile.step_rows)) * below[-1]  # sorted, since searching is faster so
-    steps = np.searchsorted(below, drawn)
-    rng.shuffle(steps)
-    steps, name_of = steps.reshape(num_steps, profile.step_rows), rng.permutation(profile.num_rows)
-    for step in steps:
-        swapped = rng.choice(profile.num_rows, int(profile.drift * profile.num_rows), replace=False)
-        name_of[swapped] = name_of[rng.permutation(swapped)]
-        step[:] = name_of[step]
-    return steps
-
-
-def make_table(num_rows: int, row_dim: int) -> Tensor:
-    """Rows whose first three values are the digits of their number, so that rows may be compared as numbers."""
-    table, rows = torch.zeros((num_rows, row_dim), dtype=torch.float16), torch.arange(num_rows)
-    for i in range(3):
-        table[:, i] = (rows >> 10 * i) & 1023
-    return table
-
-
-def numbers_of(values: Tensor) -> Tensor:
-    return sum(values[:, i].cpu().long() << 10 * i for i in range(3))  # type: ignore[return-value]
-
-
 def measure(place: CacheSetup, make: Callable[[], RowReader], steps: IntArray) -> dict[str, Any]:
     """Warm up, then time the measured steps from the first id on the host to the last row on the device."""
     reader, profile = make(), place.profile
@@ -361,6 +322,7 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--limit-s", type=float, default=240, help="start no further system after so many seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=("steady", "drifting"), help="one of the traces; repeats go with steady")
     parser.add_argument("--fbgemm", type=Path, help="folder with the package fbgemm_gpu, if it is not installed")
 
 
@@ -376,7 +338,10 @@ def placed(profile: Profile, device: str) -> Iterator[CacheSetup]:
 def main(flags: Namespace) -> None:
     started, results = time.monotonic(), []
     has_fbgemm = flags.device == "cuda" and find_fbgemm(flags.fbgemm)
-    profiles = (QUICK, replace(QUICK, drift=0.005)) if flags.quick else (FULL, DRIFTING)
+    named = {"steady": FULL, "drifting": DRIFTING}
+    if flags.quick:
+        named = {"steady": QUICK, "drifting": replace(QUICK, drift=0.005)}
+    profiles = [profile for name, profile in named.items() if flags.only in (None, name)]
     with torch.inference_mode(), placed(profiles[0], flags.device) as full:
         for profile in profiles:
             steps, place = zipf_steps(profile, flags.seed), replace(full, profile=profile)
@@ -388,12 +353,28 @@ def main(flags: Namespace) -> None:
                     found = measure(place, make, steps) if is_run else {"why": "time limit"}
                     results.append({**about, "run": is_run, **found})
                     print(results[-1], f"({time.monotonic() - started:.1f} s)", flush=True)
-    repeating = replace(REPEATING, warm_up=5, measured=5) if flags.quick else REPEATING
-    with torch.inference_mode(), placed(repeating, flags.device) as place:
-        steps = zipf_steps(repeating, flags.seed)
-        repeats = [over_the_bus(place, share, steps) for share in repeating.shares]
+    repeating, repeats = replace(REPEATING, warm_up=5, measured=5) if flags.quick else REPEATING, []
+    if flags.only != "drifting":
+        with torch.inference_mode(), placed(repeating, flags.device) as place:
+            steps = zipf_steps(repeating, flags.seed)
+            repeats = [over_the_bus(place, share, steps) for share in repeating.shares]
     if not has_fbgemm:
         results.append({"system": "FBGEMM", "run": False, "why": "fbgemm_gpu is not installed here"})
     traces = {"profiles": [asdict(profile) for profile in (*profiles, repeating)], "seed": flags.seed}
     found = {"trace": traces, "systems": results, "repeats": repeats, "index_bytes": index_bytes(profiles[0].shares)}
     write_measurement(flags.out, found)
+    print(*table(found), sep="\n", flush=True)
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """One line for each figure."""
+    lines = [f"{'system':40}{'drift':>7}{'share':>7}{'ms a step':>11}{'hits':>8}"]
+    for each in found["systems"]:
+        about = f"{each['system']:40}{each.get('drift', ''):>7}{each.get('share', ''):>7}"
+        lines.append(about + (f"{each['ms_per_step']:>11}{each['hit_rate']:>8}" if each["run"] else f"  {each['why']}"))
+    for each in found["repeats"]:
+        kib = [each[name] / 1024 for name in ("bytes_each_lookup", "bytes_once_a_step")]
+        lines.append(
+            f"repeats, share {each['share']}: KiB a step over the bus {kib[0]:.0f} each lookup, {kib[1]:.0f} once"
+        )
+    return lines

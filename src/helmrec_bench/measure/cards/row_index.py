@@ -126,3 +126,6 @@ def main(flags: Namespace) -> None:
             results.append(measure(size, form, torch.device(flags.device), num))
             print(results[-1], flush=True)
     write_measurement(flags.out, {"indexes": results})
+    for each in results:
+        lookups = "  ".join(f"{name} {value}" for name, value in each.items() if name.startswith(("ms_", "refused_")))
+        print(f"{each['num_rows']:>13} rows {each['form']:8}{each['index_bytes'] / 2**20:>8.1f} MiB  {lookups}")

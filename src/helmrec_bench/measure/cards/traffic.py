@@ -1,5 +1,6 @@
 """Engines and requests for measurements of serving on a GPU: the dlrmv3 shape with K feature rows a token."""
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,14 @@ def serving_engine(model: ModelConfig | LoadedModel, **settings: Any) -> Engine:
     PROCESS.take_over()  # as a server does: a collection that looks at every library took 100 to 200 ms
     PROCESS.settle()
     return engine
+
+
+def free_memory() -> None:
+    """Give back the memory of an engine that was closed and forgotten, before another one is made."""
+    PROCESS.release()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def card_crowd(num_hot: int, mean_events: int = MEAN_EVENTS, num_candidates: int = NUM_CANDIDATES) -> Crowd:

@@ -30,6 +30,7 @@ from helmrec.policies import needs_curves
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.measure.cards.trade_off import NUM_HOT, POOL_BYTES, TABLE_BYTES
 from helmrec_bench.measure.cards.traffic import PreparedTraffic, card_crowd, serving_config, serving_engine
+from helmrec_bench.measure.controller.cost import ALPHA, cost_of_control, requests_per_s
 from helmrec_bench.measure.controller.turns import (
     SLO_MS,
     LiveCourse,
@@ -47,7 +48,7 @@ PROBED = (0.2, 0.4, 0.6, 0.8)
 TABLES = {24: TABLE_BYTES, 1: 8 << 30}
 MIXES = (0.35, 0.6, 0.85)  # shares of requests by hot users; what a mix bears is not linear between the ends
 LOAD = 0.7  # of what the best constant bears in each mix
-WARM_UP, PROBE = 320, 384  # requests
+WARM_UP, PROBE, SATURATING = 320, 384, 3_000  # requests
 BANK = 1_500  # histories of users who come once; each new user has one of them, under an id of its own
 
 
@@ -164,6 +165,12 @@ class Stand:
     def run(self, course: LiveCourse, policy: str) -> LiveRun:
         return serve_course(self.begin(start_of(policy), has_curves=needs_curves(policy)), course, policy)
 
+    def saturate(self, *, has_controller: bool) -> float:
+        num = 3 * self.probe if self.is_quick else SATURATING
+        requests = self.requests.make([MIXES[1]] * (self.warm_up + num), seed=1)
+        engine = self.begin(ALPHA, has_curves=has_controller)
+        return requests_per_s(engine, requests[: self.warm_up], requests[self.warm_up :], has_controller=has_controller)
+
     def course(self, duration_s: float) -> LiveCourse:
         planned = list(plan_times(self.stretches, self.rates, duration_s, seed=2))
         shares = [self.stretches[0].hot_share[0]] * self.warm_up + [share for _, share, _ in planned]
@@ -218,6 +225,9 @@ def main(flags: Namespace) -> None:
                 "arrivals_per_s": {f"{share:g}": round(rate, 1) for share, rate in rates_for(capacity).items()},
                 "stretches": stretches,
             }
+        if flags.cost_repeats:
+            found["cost_of_control"] = cost_of_control(stand, flags.cost_repeats)
+            print(f"cost of curves and controller: {found['cost_of_control']}", flush=True)
         stand.rates = {float(share): rate for share, rate in found["arrivals_per_s"].items()}
         is_done = take_turns(
             stand, flags, found, lambda: write_measurement(flags.out, {"setup": setup, "setups": setups})

@@ -26,6 +26,7 @@ from helmrec.policies import needs_curves
 from helmrec.traffic.generate import generate
 from helmrec.traffic.requests import rank_requests
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.controller.cost import ALPHA, cost_of_control, requests_per_s
 from helmrec_bench.measure.controller.turns import (
     SCREENED,
     LiveCourse,
@@ -37,6 +38,7 @@ from helmrec_bench.measure.controller.turns import (
 )
 
 UTILISATION = 0.4  # of what the slowest constant answers one after another: bursts come on top
+SATURATED_S = 8.0  # of traffic that comes at once
 PROBE = 150  # requests
 
 
@@ -85,6 +87,11 @@ class CpuStand:
         with self._engine(start_of(policy), has_curves=needs_curves(policy)) as engine:
             return serve_course(engine, course, policy)
 
+    def saturate(self, *, has_controller: bool) -> float:
+        requests = self.course(SATURATED_S).requests
+        with self._engine(ALPHA, has_curves=has_controller) as engine:
+            return requests_per_s(engine, requests[:PROBE], requests[PROBE:], has_controller=has_controller)
+
 
 def options(parser: ArgumentParser) -> None:
     turn_options(parser)
@@ -96,4 +103,7 @@ def main(flags: Namespace) -> None:
         stand.rate = UTILISATION * 1e3 / stand.slowest_ms()
         print(f"{stand.rate:.0f} requests/s", flush=True)
         found: dict[str, Any] = {"arrivals_per_s": round(stand.rate, 1)}
+        if flags.cost_repeats:
+            found["cost_of_control"] = cost_of_control(stand, flags.cost_repeats)
+            print(f"cost of curves and controller: {found['cost_of_control']}", flush=True)
         take_turns(stand, flags, found, lambda: write_measurement(flags.out, found))

@@ -5,6 +5,7 @@ Knows neither the model nor the device; `live` and `live_cpu` bring engines and 
 
 import json
 import math
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from helmrec.engine.probe import EngineProbe
 from helmrec.pauses import PauseStats
 from helmrec.policies import make_policy
 from helmrec.serve.control import Steering
+from helmrec.serve.server import SWITCH_INTERVAL_S
 from helmrec.types import RankResult, UserId
 from helmrec_bench.measure.cards.traffic import hit_rates
 
@@ -64,6 +66,7 @@ class LiveRun:
     before: Any = None  # of the pool
     after: Any = None
     pauses: PauseStats | None = None
+    num_unobserved: int = 0  # requests that the miss curves were not shown
 
 
 def serve_all(engine: Engine, requests: Sequence[Prepared]) -> float:
@@ -89,7 +92,15 @@ class BetweenSteps(Protocol):
 class Driver:
     """Offers requests when they are due and steps the engine in between. Latency counts from when one was due."""
 
-    def __init__(self, engine: Engine, course: LiveCourse, beside: BetweenSteps | None, run: LiveRun) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        course: LiveCourse,
+        beside: BetweenSteps | None,
+        run: LiveRun,
+        drain_s: float = DRAIN_S,
+    ) -> None:
+        self._drain_s = drain_s
         self._engine, self._course, self._beside, self._run = engine, course, beside, run
         self._probe = EngineProbe(engine)
         self._running: set[Future[RankResult]] = set()
@@ -97,7 +108,7 @@ class Driver:
 
     def go(self) -> None:
         due_s, num, at = self._course.due_s, len(self._course.requests), 0
-        end_s, next_look_s = float(due_s[-1]) + DRAIN_S, 0.0
+        end_s, next_look_s = float(due_s[-1]) + self._drain_s, 0.0
         self._started_s = time.perf_counter()
         while (now_s := self._elapsed_s()) < end_s:
             while at < num and due_s[at] <= now_s:
@@ -156,6 +167,8 @@ class Notes:
             said["predicted_ms"] = self._forecast.at(window.alpha)
         self._forecast = self._policy.prediction
         said |= {"arrivals_per_s": traffic.arrival_rate, "queued": traffic.num_queued, "idle": traffic.idle_share}
+        if decision.explanation is not None:
+            said |= {f"{one.layer} wants": one.alpha for one in decision.explanation.proposals}
         self._run.windows.append({name: round(float(value), 4) for name, value in said.items()})
         if move is not None:
             self._run.moves.append(f"{at_s:.1f} s, {window.alpha_target:.3f} -> {move.alpha:.3f}: {move.reason}")
@@ -187,11 +200,13 @@ def serve_course(engine: Engine, course: LiveCourse, policy: str) -> LiveRun:
         adaptive = limited.policy
         Steering(policy, SLO_MS).warm_up()  # as a server does before it is ready
         rebalancer = Rebalancer(engine, limited, SLO_MS, on_decision=Notes(run, adaptive))
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in a server: the thread of the miss curves works beside the loop
     PROCESS.settle()  # to look through all these requests takes a few hundred milliseconds
     run.before = engine.stats().pool
     engine.reset_pauses()
     Driver(engine, course, rebalancer, run).go()
     run.after, run.pauses = engine.stats().pool, engine.stats().pauses
+    run.num_unobserved = EngineProbe(engine).num_unobserved
     if adaptive is not None and adaptive.model.estimator.costs is not None:
         run.costs = adaptive.model.estimator.costs._asdict()
     assert engine.stats().background_failures == 0
@@ -199,14 +214,14 @@ def serve_course(engine: Engine, course: LiveCourse, policy: str) -> LiveRun:
 
 
 def figures(latency_ms: NDArray[np.float64]) -> dict[str, Any]:
-    """Of requests; NaN: not served, which counts as later than anyone."""
+    """Of requests; NaN: not served, which counts as later than anyone. Latencies are None if nobody was served."""
     served, with_late = latency_ms[~np.isnan(latency_ms)], np.nan_to_num(latency_ms, nan=np.inf)
     p99_ms = float(np.percentile(with_late, 99, method="higher"))
     return {
         "offered": latency_ms.size,
         "served": served.size,
-        "mean_ms": round(float(served.mean()), 2),
-        "p50_ms": round(float(np.percentile(served, 50)), 2),
+        "mean_ms": round(float(served.mean()), 2) if served.size else None,
+        "p50_ms": round(float(np.percentile(served, 50)), 2) if served.size else None,
         "p99_ms": round(p99_ms, 2) if np.isfinite(p99_ms) else None,
         "slo_satisfaction": round(float((with_late <= SLO_MS).mean()), 4),
     }
@@ -228,6 +243,7 @@ def describe(course: LiveCourse, run: LiveRun, score_after_s: float) -> dict[str
         "prediction_error": prediction_error(run, score_after_s),
         "windows": run.windows,
         "costs": run.costs,
+        "unobserved": run.num_unobserved,
     }
 
 
@@ -243,6 +259,7 @@ def turn_options(parser: ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="of traffic in a run")
     parser.add_argument("--score-after", type=float, default=60.0, help="seconds of a run that are scored apart")
     parser.add_argument("--screen-s", type=float, default=20.0, help="of traffic for each constant screened; 0: none")
+    parser.add_argument("--cost-repeats", type=int, default=0, help="measure what curves and controller cost so often")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no run that would end after so long")
 
 
@@ -271,7 +288,7 @@ def take_turns(stand: LiveStand, flags: Namespace, found: dict[str, Any], save: 
         assert course is not None
         screened[alpha] = figures(stand.run(course, f"static:{alpha}").latency_ms)
         say(f"screened {alpha}: {screened[alpha]}")
-    best = min(screened, key=lambda alpha: screened[alpha]["mean_ms"]) if screened else "0.3"
+    best = min(screened, key=lambda alpha: _mean_ms(screened[alpha])) if screened else "0.3"
     policies = dict.fromkeys(f"static:{best}" if name == BEST else name for name in flags.policies)
     turns = [(turn, name) for turn in range(flags.repeats) for name in policies if len(runs.get(name, [])) <= turn]
     course = stand.course(flags.seconds) if turns else None
@@ -283,6 +300,11 @@ def take_turns(stand: LiveStand, flags: Namespace, found: dict[str, Any], save: 
         runs.setdefault(name, []).append(described)
         say("\n".join((f"{name}: {described['scored']}, whole {described['whole']}", *described["moves"])))
     return True
+
+
+def _mean_ms(found: dict[str, Any]) -> float:
+    """Mean latency by the figures of a run; infinite if nobody was served."""
+    return math.inf if found["mean_ms"] is None else float(found["mean_ms"])
 
 
 def earlier(flags: Namespace) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,6 +178,20 @@ class PartTimes:
         return timed
 
 
+@contextmanager
+def timed(times: PartTimes, others: Sequence[tuple[Any, str, str]] = ()) -> Iterator[None]:
+    """Time the parts of a step, and other functions: owner, name, part."""
+    with ExitStack() as stack:
+        for module, owner, name, part in PARTS:
+            where = importlib.import_module(f"helmrec.{module}")
+            where = where if owner is None else getattr(where, owner)
+            if name in where.__dict__:
+                stack.enter_context(patch.object(where, name, times.wrap(where.__dict__[name], part)))
+        for where, name, part in others:
+            stack.enter_context(patch.object(where, name, times.wrap(getattr(where, name), part)))
+        yield
+
+
 class RunTimes(NamedTuple):
     """CPU milliseconds of eight requests."""
 
@@ -193,8 +207,15 @@ def handed_over(engine: Engine, prepared: list[Prepared]) -> list[tuple[Callable
     except ModuleNotFoundError:
         return [(lambda request: request, each) for each in prepared]
     tag = engine.intake_recipe.tag
-    frames = [memoryview(bytearray(b"".join(wire.pack_prepared(tag, [each], 0.0)))) for each in prepared]
-    return [(lambda frame: wire.unpack_prepared(frame).prepared[0], frame) for frame in frames]
+    frames: list[tuple[Any, ...]] = []
+    for each in prepared:
+        packed = wire.pack_prepared(tag, [each], 0.0)
+        if isinstance(packed, list):  # a tree whose engine copies the arrays
+            frames.append((memoryview(bytearray(b"".join(packed))),))
+        else:
+            header, arrays = (bytearray(b"".join(parts)) for parts in packed)
+            frames.append((memoryview(header), np.frombuffer(arrays, np.int64)))
+    return [(lambda frame: wire.unpack_prepared(*frame).prepared[0], frame) for frame in frames]
 
 
 class HostRuns:
@@ -243,12 +264,7 @@ class HostRuns:
     def parts(self) -> dict[str, float]:
         """Microseconds of a step by part."""
         times, found = PartTimes(), list[Counter[str]]()
-        with ExitStack() as stack:
-            for module, owner, name, part in PARTS:
-                where = importlib.import_module(f"helmrec.{module}")
-                where = where if owner is None else getattr(where, owner)
-                if name in where.__dict__:
-                    stack.enter_context(patch.object(where, name, times.wrap(where.__dict__[name], part)))
+        with timed(times):
             for _ in range(REPEATS):
                 self.run(times)
                 found.append(times.by_part.copy())

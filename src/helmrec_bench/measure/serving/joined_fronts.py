@@ -191,6 +191,12 @@ def main(flags: Namespace) -> None:
     found = {"cores": os.cpu_count(), **sent, "body_bytes": body_bytes, "turns": turns, "fronts_that_feed_it": feeding}
     print(json.dumps(found), flush=True)
     write_measurement(flags.out, found)
+    for each in turns:
+        of_each = f"front {each['front_cpu_ms']} ms, engine {each['engine_cpu_ms']} ms of CPU a request"
+        print(
+            f"{each['fronts']} fronts: {each['requests_per_s']} requests/s; {of_each}; busy {each['engine_busy_share']}"
+        )
+    print(f"{feeding} fronts feed the engine")
 
 
 if __name__ == "__main__":
