@@ -21,10 +21,14 @@ from tests.test_measurements import MEASUREMENTS, NAMED, ROOT, is_kept, sections
 
 PAGES = (
     "README.md",
+    "docs/baselines.md",
+    "docs/cluster.md",
     "docs/controller.md",
     "docs/evaluation.md",
+    "docs/map.md",
     "docs/peers.md",
     "docs/precision.md",
+    "docs/simulator.md",
     "docs/trade-off.md",
 )
 NUMBER = r"\d[\d,]*(?:\.\d+)?"

@@ -84,7 +84,11 @@ def test_ours_is_held_against_the_constant_with_the_least_p99_on_the_same_seeds(
 
 def test_a_constant_that_the_pool_has_no_room_for_is_not_the_best() -> None:
     ran = {"p99_ms": 50.0, "mean_ms": 10.0, "within_slo": 1.0}
-    by_policy = {"static:0.95": [ran | {"p99_ms": None, "mean_ms": None}], "static:0.5": [ran], OURS: [ran]}
+    by_policy: dict[str, list[dict[str, Any]]] = {
+        "static:0.95": [ran | {"p99_ms": None, "mean_ms": None}],
+        "static:0.5": [ran],
+        OURS: [ran],
+    }
     assert compared(by_policy)["best_constant"] == "static:0.5"
 
 

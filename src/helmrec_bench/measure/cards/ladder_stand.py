@@ -229,8 +229,9 @@ class LadderStand:
         """Requests/s by mix, one mix after the other."""
         scale, found = self._scale, dict[str, float]()
         probe = self._begin(RUNGS[rung], alpha, has_curves=False)
-        for share, num in zip(MIXES, (scale.warm_up, scale.warm_up // 2, scale.warm_up // 2), strict=True):
-            requests = self.traffic.take([share] * (num + scale.probe), seed=1)
+        for seed, share in enumerate(MIXES):
+            num = scale.warm_up // (2 if seed else 1)  # a later mix finds most of its users in the caches
+            requests = self.traffic.take([share] * (num + scale.probe), seed)
             serve_all(probe.engine, requests[:num])
             found[f"{share:g}"] = round(scale.probe / serve_all(probe.engine, requests[num:]), 1)
         return found
