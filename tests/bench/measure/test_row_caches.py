@@ -8,18 +8,15 @@ import torch
 
 from helmrec.kernels.row_index import IndexForm
 from helmrec_bench.measure.cards.row_caches import (
-    QUICK,
     SECOND_TOUCH,
     Ours,
     PlainTorch,
     index_bytes,
-    make_table,
     measure,
-    numbers_of,
     over_the_bus,
     placed,
-    zipf_steps,
 )
+from helmrec_bench.measure.cards.row_traces import QUICK, make_table, numbers_of, zipf_steps
 
 
 def test_rows_of_the_table_are_their_own_numbers() -> None:
