@@ -30,6 +30,7 @@ class Bowl:
 
     def curves(self) -> JointCurves:
         alphas = np.array(GRID)
+        alphas.flags.writeable = False  # as curves of an engine are
         computed = np.array([self.computed(alpha) for alpha in GRID])
         missed = np.array([self.missed(alpha) for alpha in GRID])
         return JointCurves(

@@ -13,7 +13,7 @@ from helmrec.engine.intake import Intake
 from helmrec.errors import EngineClosed
 from helmrec.serve.prepared_wire import pack_recipe
 from helmrec.serve.process_port import ProcessMemory, ProcessPort
-from helmrec.serve.ring import Link, open_ring, shared_file
+from helmrec.serve.ring import _MESSAGE, Link, open_ring, shared_file
 from helmrec.serve.wire import Begin, FrameKind, pack_error, unpack_call
 from tests.helpers import tiny_config, tiny_engine
 
@@ -85,7 +85,7 @@ class FakeEngine:
             link.send(FrameKind.ERROR, call, pack_error(error))
             return
         if value is GARBAGE:
-            link.socket.send(b"\xff" * 40)  # a message whose positions make no sense
+            link.socket.send(b"\xff" * _MESSAGE.size)  # a message whose positions make no sense
         elif value is not SILENCE:
             link.send(FrameKind.VALUE, call, [msgspec.msgpack.encode(value)])
 

@@ -171,7 +171,8 @@ class LatencyModel:
         if curves is None:
             return
         total = curves.num_requests * _stacked(curves)
-        before, self._before = self._before, _Seen(curves.num_requests, curves.faded, total)
+        before = self._before or _Seen(0.0, 0.0, np.zeros_like(total))
+        self._before = _Seen(curves.num_requests, curves.faded, total)
         keep = math.exp(curves.faded - before.faded)  # of what came before then, which counts in both
         weight = curves.num_requests - keep * before.num_requests
         if weight >= _ONE_REQUEST:
