@@ -237,7 +237,8 @@ class Runner:
         v_pages = empty_pages((*shape, config.v_dim), self._kv_dtype, model.device, transposed=transposed)
         plain = EagerDense(model, Memory(k_pages, v_pages), self._dense.rows)
         self._dense.rows.finish_writes()
-        rows = self._master.codec.recode(self._master.gather(step.rows), model.row_codec).to(model.device)
+        rows = self._master.gather(step.rows).to(model.device)
+        rows = self._master.codec.recode(rows, model.row_codec)
         scores: NDArray[np.float32] = plain.score(step, rows, _no_pages_to_wait_for).cpu().numpy()
         return scores
 

@@ -4,7 +4,7 @@ Every part can be measured by a call of its own; calls with the same `--out` fil
 goes on where the call before stopped, if the commit is the same.
 
 helmrec bench run precision --only checks layers             # on a card: checks of the kernels, then layer times
-helmrec bench run precision --only equality --limit-s 150    # on a card: begins no other precision after 150 s
+helmrec bench run precision --only equality --window 4096 --limit-s 150   # on a card: begins no other after 150 s
 helmrec bench run precision --only capacity quality
 helmrec bench run precision --variants                       # layer times without engines, in more ways
 helmrec bench run precision --device cpu --requests 200      # without layer times
@@ -122,8 +122,9 @@ def subjects(flags: Namespace, dtypes: Sequence[str]) -> list[Subject]:
     """A model with random weights in each of these dtypes."""
     name = flags.shape or ("dlrmv3" if flags.device == "cuda" else "demo")
     shape = small_demo() if name == "demo" else profile(name, 20_000)
-    models = (random_model(shape.model_copy(update={"dtype": dtype})) for dtype in dtypes)
-    return [Subject(f"{name}, random weights", model) for model in models]
+    window = flags.window or shape.window
+    models = (random_model(shape.model_copy(update={"dtype": dtype, "window": window})) for dtype in dtypes)
+    return [Subject(f"{name}, window {window}, random weights", model) for model in models]
 
 
 class Comparison(NamedTuple):
@@ -225,6 +226,7 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=2_000, help="compared with and without caches")
     parser.add_argument("--random-requests", type=int, default=NUM_RANDOM, help="whose quality is compared")
     parser.add_argument("--shape", choices=("demo", "dlrmv3"), help="of random weights; default dlrmv3, on a CPU demo")
+    parser.add_argument("--window", type=int, help="longest history of random weights; default that of the shape")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of random weights: quality"
     )
