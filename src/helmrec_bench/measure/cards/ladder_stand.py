@@ -5,10 +5,9 @@ intake serve every engine.
 """
 
 import gc
-import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +29,7 @@ from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.policies import make_policy, needs_curves
 from helmrec.serve.control import Steering
 from helmrec_bench.cascade import CascadeConfig
+from helmrec_bench.measure.cards.banked_traffic import BankedTraffic
 from helmrec_bench.measure.cards.ladder_search import Course, rate_factor
 from helmrec_bench.measure.cards.replay import GOAL, CascadeReplay, Event, without_candidates
 from helmrec_bench.measure.cards.trade_off import NUM_HOT, POOL_BYTES, TABLE_BYTES
@@ -129,44 +129,14 @@ def shared_model(config: ModelConfig) -> LoadedModel:
     return LoadedModel(config, 1, random_dense(config, generator), {}, shared)
 
 
-class LadderTraffic:
-    """Prepared requests, the same for all rungs. Arrays are shared between requests."""
+def ladder_traffic(model: ModelConfig, crowd: Crowd, num_bank: int) -> BankedTraffic:
+    """Prepared requests, the same for all rungs."""
+    intake = Intake(model, 1, 100_000)
 
-    def __init__(self, model: ModelConfig, crowd: Crowd, num_bank: int) -> None:
-        self._intake = Intake(model, 1, 100_000)
-        self._model, self._crowd = model, crowd
-        self._visitors = Visitors(model, crowd, seed=3)
-        self._new_users = self._prepare([self._visitors.new() for _ in range(num_bank)])
-        self._visits = dict[tuple[int, int], Prepared]()
-        self._next_user = itertools.count(1 << 41)
+    def prepare(parts: list[tuple[Any, ...]]) -> list[Prepared]:
+        return in_threads(lambda *each: intake.prepare(make_request(model, *each)), parts)
 
-    def _prepare(self, parts: list[tuple[Any, ...]]) -> list[Prepared]:
-        return in_threads(lambda *each: self._intake.prepare(make_request(self._model, *each)), parts)
-
-    def take(self, hot_shares: Sequence[float], seed: int) -> list[Prepared]:
-        """One request for each share. Hot users are in the midst of their visits from the start."""
-        rng = np.random.default_rng(seed)
-        visits = rng.integers(NUM_VISITS, size=self._crowd.num_hot)
-        asked: list[tuple[int, int] | None] = []
-        for share in hot_shares:
-            if rng.random() >= share:
-                asked.append(None)
-                continue
-            user = int(rng.integers(self._crowd.num_hot))
-            visits[user] += 1
-            asked.append((user, int(visits[user]) % NUM_VISITS))
-        new = sorted({visit for visit in asked if visit is not None} - self._visits.keys())
-        self._visits |= zip(new, self._prepare([self._visitors.hot(*visit) for visit in new]), strict=True)
-        return [self._new_user(rng) if visit is None else self._visit(visit, rng) for visit in asked]
-
-    def _new_user(self, rng: np.random.Generator) -> Prepared:
-        history, other = (self._new_users[int(rng.integers(len(self._new_users)))] for _ in range(2))
-        named = replace(history.history, user_id=next(self._next_user))
-        return replace(history, history=named, candidate_rows=other.candidate_rows)
-
-    def _visit(self, visit: tuple[int, int], rng: np.random.Generator) -> Prepared:
-        other = self._new_users[int(rng.integers(len(self._new_users)))]
-        return replace(self._visits[visit], candidate_rows=other.candidate_rows)
+    return BankedTraffic(Visitors(model, crowd, seed=3), prepare, crowd, num_bank, NUM_VISITS)
 
 
 class LadderStand:
@@ -176,7 +146,7 @@ class LadderStand:
         started_s = time.perf_counter()
         self._scale = scale
         self._model = shared_model(model_of(shape, scale))
-        self.traffic = LadderTraffic(self._model.config, scale.crowd, scale.num_bank)
+        self.traffic = ladder_traffic(self._model.config, scale.crowd, scale.num_bank)
         self.rates: dict[float, float] = {}  # arrivals a second by mix at load 0
         self._kind: RungKind | None = None
         self._engine: Engine | None = None

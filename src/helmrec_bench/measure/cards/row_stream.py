@@ -29,8 +29,8 @@ from helmrec.engine.probe import EngineProbe
 from helmrec.load import arrival_times
 from helmrec.model.profiles import profile
 from helmrec_bench.lab.provenance import provenance, this_command, write_measurement
+from helmrec_bench.measure.cards.banked_traffic import banked_for
 from helmrec_bench.measure.cards.traffic import card_crowd, equal_rows_model, hit_rates, serving_config, serving_engine
-from helmrec_bench.measure.controller.live import Requests
 from helmrec_bench.measure.controller.turns import Driver, LiveCourse, LiveRun, figures, serve_all
 from helmrec_bench.measure.requests import Crowd
 from helmrec_bench.measure.training import Follower, UpdateRate, leave_cores_to_trainer, training
@@ -63,13 +63,13 @@ class StreamStand:
 
     def __init__(self, plan: StreamPlan, *, is_quick: bool) -> None:
         self.plan, self.engine = plan, _engine(plan, is_quick=is_quick)
-        self._requests = Requests(self.engine, plan.crowd, plan.bank)
+        self._requests = banked_for(self.engine, plan.crowd, plan.bank, plan.num_visits)
         self._probe = EngineProbe(self.engine)
 
     def capacity(self) -> float:
         """Requests/s with everything queued at once, without a stream."""
         num = self.plan.warm_up + self.plan.saturated
-        requests = self._requests.make([HOT_SHARE] * num, seed=1, num_visits=self.plan.num_visits)
+        requests = self._requests.take([HOT_SHARE] * num, seed=1)
         self._probe.clear(ALPHA)
         serve_all(self.engine, requests[: self.plan.warm_up])
         return self.plan.saturated / serve_all(self.engine, requests[self.plan.warm_up :])
@@ -77,7 +77,7 @@ class StreamStand:
     def course(self, rate: float, seconds: float) -> LiveCourse:
         due_s = arrival_times(np.zeros(max(1, int(rate * seconds))), rate, seed=2)
         num = self.plan.warm_up + due_s.size
-        requests = self._requests.make([HOT_SHARE] * num, seed=3, num_visits=self.plan.num_visits)
+        requests = self._requests.take([HOT_SHARE] * num, seed=3)
         first = self.plan.warm_up
         return LiveCourse(requests[:first], requests[first:], due_s, ["all"] * due_s.size)
 

@@ -16,20 +16,19 @@ on one long course, which is scored as a whole and after its first minute. A cal
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from helmrec.engine.engine import Engine
-from helmrec.engine.intake import Prepared
 from helmrec.engine.probe import EngineProbe
 from helmrec.model.profiles import profile
 from helmrec.policies import needs_curves
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.cards.banked_traffic import banked_for
 from helmrec_bench.measure.cards.trade_off import NUM_HOT, POOL_BYTES, TABLE_BYTES
-from helmrec_bench.measure.cards.traffic import PreparedTraffic, card_crowd, serving_config, serving_engine
+from helmrec_bench.measure.cards.traffic import card_crowd, serving_config, serving_engine
 from helmrec_bench.measure.controller.cost import ALPHA, cost_of_control, requests_per_s
 from helmrec_bench.measure.controller.turns import (
     SLO_MS,
@@ -42,7 +41,6 @@ from helmrec_bench.measure.controller.turns import (
     take_turns,
     turn_options,
 )
-from helmrec_bench.measure.requests import VISITS, Crowd
 
 PROBED = (0.2, 0.4, 0.6, 0.8)
 TABLES = {24: TABLE_BYTES, 1: 8 << 30}
@@ -90,47 +88,6 @@ def plan_times(
         start_s += length_s
 
 
-class Requests:
-    """Prepared requests of a course. Arrays are shared between requests: a minute of distinct ones is 50 GB."""
-
-    def __init__(self, engine: Engine, crowd: Crowd, num_bank: int) -> None:
-        self._traffic, self._crowd = PreparedTraffic(EngineProbe(engine), crowd, seed=3), crowd
-        self._new_users = self._traffic.prepare([self._traffic.visitors.new() for _ in range(num_bank)])
-        self._visits = dict[tuple[int, int], Prepared]()
-        self._next_user = 1 << 41
-
-    def make(self, hot_shares: Sequence[float], seed: int, num_visits: int = VISITS) -> list[Prepared]:
-        """One request for each share. Hot users are in the midst of their visits from the start.
-
-        After `num_visits` visits a user begins again, with the history of the first one.
-        """
-        rng = np.random.default_rng(seed)
-        visits = rng.integers(num_visits, size=self._crowd.num_hot)
-        asked: list[tuple[int, int] | None] = []
-        for share in hot_shares:
-            if rng.random() >= share:
-                asked.append(None)
-                continue
-            user = int(rng.integers(self._crowd.num_hot))
-            visits[user] += 1
-            asked.append((user, int(visits[user]) % num_visits))
-        new = sorted({visit for visit in asked if visit is not None} - self._visits.keys())
-        self._visits |= zip(
-            new, self._traffic.prepare([self._traffic.visitors.hot(*visit) for visit in new]), strict=True
-        )
-        return [self._new_user(rng) if visit is None else self._hot(visit, rng) for visit in asked]
-
-    def _new_user(self, rng: np.random.Generator) -> Prepared:
-        history, other = (self._new_users[int(rng.integers(len(self._new_users)))] for _ in range(2))
-        self._next_user += 1
-        named = replace(history.history, user_id=self._next_user)
-        return replace(history, history=named, candidate_rows=other.candidate_rows)
-
-    def _hot(self, visit: tuple[int, int], rng: np.random.Generator) -> Prepared:
-        other = self._new_users[int(rng.integers(len(self._new_users)))]
-        return replace(self._visits[visit], candidate_rows=other.candidate_rows)
-
-
 class Stand:
     """One engine and how runs on it are begun."""
 
@@ -141,7 +98,7 @@ class Stand:
         self.warm_up, self.probe = (16, 16) if is_quick else (WARM_UP, PROBE)
         self._rows = rows_per_token
         self.engine = self._make()
-        self.requests = Requests(self.engine, crowd, 32 if is_quick else BANK)
+        self.requests = banked_for(self.engine, crowd, 32 if is_quick else BANK)
 
     def _make(self) -> Engine:
         if not self.is_quick:
@@ -167,14 +124,14 @@ class Stand:
 
     def saturate(self, *, has_controller: bool) -> float:
         num = 3 * self.probe if self.is_quick else SATURATING
-        requests = self.requests.make([MIXES[1]] * (self.warm_up + num), seed=1)
+        requests = self.requests.take([MIXES[1]] * (self.warm_up + num), seed=1)
         engine = self.begin(ALPHA, has_curves=has_controller)
         return requests_per_s(engine, requests[: self.warm_up], requests[self.warm_up :], has_controller=has_controller)
 
     def course(self, duration_s: float) -> LiveCourse:
         planned = list(plan_times(self.stretches, self.rates, duration_s, seed=2))
         shares = [self.stretches[0].hot_share[0]] * self.warm_up + [share for _, share, _ in planned]
-        requests = self.requests.make(shares, seed=3)
+        requests = self.requests.take(shares, seed=3)
         due_s = np.array([due for due, _, _ in planned])
         return LiveCourse(requests[: self.warm_up], requests[self.warm_up :], due_s, [name for _, _, name in planned])
 
@@ -183,7 +140,7 @@ def capacities(stand: Stand) -> dict[float, dict[float, float]]:
     """Requests/s by mix and constant, everything queued at once."""
     found: dict[float, dict[float, float]] = {}
     for share in MIXES:
-        requests = stand.requests.make([share] * (stand.warm_up + stand.probe), seed=1)
+        requests = stand.requests.take([share] * (stand.warm_up + stand.probe), seed=1)
         found[share] = {}
         for alpha in PROBED:
             engine = stand.begin(alpha, has_curves=False)

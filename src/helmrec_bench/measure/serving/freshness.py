@@ -29,6 +29,7 @@ from helmrec.engine.probe import EngineProbe
 from helmrec.model.profiles import profile
 from helmrec.types import RankResult
 from helmrec_bench.lab.provenance import write_measurement
+from helmrec_bench.measure.cards.banked_traffic import banked_for
 from helmrec_bench.measure.cards.traffic import (
     card_crowd,
     equal_rows_model,
@@ -36,7 +37,6 @@ from helmrec_bench.measure.cards.traffic import (
     serving_config,
     serving_engine,
 )
-from helmrec_bench.measure.controller.live import Requests
 from helmrec_bench.measure.requests import Crowd
 from helmrec_bench.measure.training import Follower, UpdateRate, training
 
@@ -105,9 +105,9 @@ class FreshnessStand:
 
     def __init__(self, device: str) -> None:
         self.plan, self.engine = PLANS[device], make_engine(device)
-        made = Requests(self.engine, self.plan.crowd, self.plan.bank)
+        made = banked_for(self.engine, self.plan.crowd, self.plan.bank, self.plan.num_visits)
         num = self.plan.warm_up + self.plan.num_requests
-        self._requests = made.make([HOT_SHARE] * num, seed=1, num_visits=self.plan.num_visits)
+        self._requests = made.take([HOT_SHARE] * num, seed=1)
         PROCESS.settle()
 
     def stream(self, rows_per_s: float) -> AbstractContextManager[Follower | None]:
