@@ -233,7 +233,8 @@ class EngineConfig(Frozen):
         ByteSize(16 << 20), description="row bytes read ahead into empty slots between two steps, less what demand read"
     )
     move_bytes_per_step: Annotated[ByteSize, Field(gt=0)] = Field(
-        ByteSize(16 << 20), description="pool bytes that may change owner between two steps"
+        ByteSize(16 << 20),
+        description="pool bytes that may change owner between two steps; more where a tenth of the pool a second is more",
     )
     relay: RelayConfig = Field(RelayConfig(), description="bounds of computing prefixes ahead of their ranks")
     miss_curves: bool = Field(

@@ -6,6 +6,7 @@ import pytest
 
 from helmrec.config import EngineConfig
 from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
+from helmrec.memory.boundary import moves_between_steps
 from helmrec.memory.embedding_cache import ABSENT
 from helmrec.memory.ledger import Owner
 from helmrec.memory.pool import Demand, Pool
@@ -142,6 +143,18 @@ def test_a_budget_below_one_page_still_moves_a_page() -> None:
     assert pool.ledger.count(Owner.EMB) == 9
 
 
+@pytest.mark.parametrize(("start", "target"), [(0.3, 0.7), (0.7, 0.3)])
+def test_after_a_long_step_the_boundary_makes_several_moves(start: float, target: float) -> None:
+    pool = make_pool(num_pages=200, alpha=start)
+    before = pool.ledger.count(Owner.EMB)
+    pool.aim(target)
+    num = moves_between_steps(pool.ledger.num_pages, 1, 0.25)
+    pool.advance(PAGE, epoch=0, since_s=0.25)
+    assert num > 1
+    assert abs(pool.ledger.count(Owner.EMB) - before) == num
+    pool.check()
+
+
 def test_shrinking_emb_waits_for_the_running_step() -> None:
     pool = make_pool(num_pages=20, alpha=0.5)
     pool.aim(0.2)
@@ -182,13 +195,13 @@ def test_prefixes_are_reused_after_a_move_as_in_a_pool_born_there() -> None:
 def test_a_boundary_that_turns_round_leaves_room_for_a_request_while_pages_drain() -> None:
     pool = make_pool(num_pages=20, alpha=0.7)
     pool.aim(0.0)
-    pool.advance(budget_bytes=6 * PAGE, epoch=1)
+    pool.advance(6 * PAGE, epoch=1)
     pool.aim(0.7)
-    pool.advance(budget_bytes=20 * PAGE, epoch=1)
+    pool.advance(20 * PAGE, epoch=1)
     assert pool.ledger.count(Owner.DRAINING) == 6
     assert serve(pool, 1, range(17)) == 0, "the longest request still fits"
     pool.ledger.retire(1)
-    pool.advance(budget_bytes=20 * PAGE, epoch=1)
+    pool.advance(20 * PAGE, epoch=1)
     assert pool.is_settled
     pool.check()
 

@@ -97,6 +97,7 @@ class Engine:
         """
         self.model_config = model.config
         self._clock = clock or MonotonicClock()
+        self._moved_s = self._clock.now()  # when the boundary was looked at last
         parts = build(model, config, progress)
         self.config = config = parts.config
         self._choices = parts.choices
@@ -305,7 +306,9 @@ class Engine:
         if not self._pool.is_settled:
             self._runner.finish_saves_before_moves()
         self._pool.ledger.retire(self._pipeline.num_ended - 1)
-        self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched)
+        now_s = self._clock.now()
+        self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched, now_s - self._moved_s)
+        self._moved_s = now_s
 
     def _follow_up(self, batch: Batch, output: StepOutput, took_s: float) -> None:
         """Do the background work of one step. Parts are independent: one that fails does not stop the others."""

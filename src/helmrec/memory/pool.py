@@ -11,6 +11,7 @@ import numpy as np
 
 from helmrec.config import EngineConfig
 from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
+from helmrec.memory.boundary import moves_between_steps
 from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.kv_admission import ADMISSIONS, reserved_pages
@@ -118,17 +119,21 @@ class Pool:
         """Whether the boundary is at its target and no page is draining."""
         return self._target_pages == self.ledger.count(Owner.EMB) and not self.ledger.count(Owner.DRAINING)
 
-    def advance(self, budget_bytes: int, epoch: int) -> None:
-        """Move the boundary towards its target by at most `budget_bytes` (at least a page).
+    def advance(self, move_bytes: int, epoch: int, since_s: float = 0.0) -> None:
+        """Move the boundary towards its target after a step, `since_s` after the last time, in bounded moves.
 
-        `epoch` is the newest step that may still read rows; pages leaving EMB wait for it.
+        A move is of at most `move_bytes` (at least a page). `epoch` is the newest step that may still read rows; pages
+        leaving EMB wait for it.
         """
-        gap = self._target_pages - self.ledger.count(Owner.EMB)
-        step = min(abs(gap), max(1, budget_bytes // self.geometry.page_bytes))
-        if gap > 0:
-            self._grow(step)
-        elif gap < 0:
-            self._shrink(step, epoch)
+        pages = max(1, move_bytes // self.geometry.page_bytes)
+        for _ in range(moves_between_steps(self.ledger.num_pages, pages, since_s)):
+            gap = self._target_pages - self.ledger.count(Owner.EMB)
+            if gap > 0:
+                self._grow(min(gap, pages))
+            elif gap < 0:
+                self._shrink(min(-gap, pages), epoch)
+            else:
+                return
 
     def _grow(self, num: int) -> None:
         # Draining pages have no owner: until they are free, KV keeps the pages that one request needs.

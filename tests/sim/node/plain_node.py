@@ -82,7 +82,7 @@ class PlainNode:
         self._arrivals = deque(range(trace.num_requests))
         self._in_flight: _Step | None = None
         self._ending: _Step | None = None
-        self._bus_free_s = self._compute_free_s = self.now_s = 0.0
+        self._bus_free_s = self._compute_free_s = self._moved_s = self.now_s = 0.0
         self.launched = self.ended = 0
         self.log: list[dict[Step, float]] = []
 
@@ -214,7 +214,8 @@ class PlainNode:
             pool.host_tier.costs.observe_reload(num_loads, step.delay_s)
         pool.next_saves(engine.save_bytes_per_step)
         pool.ledger.retire(self.ended - 1)
-        pool.advance(engine.move_bytes_per_step, self.launched)
+        pool.advance(engine.move_bytes_per_step, self.launched, self.now_s - self._moved_s)
+        self._moved_s = self.now_s
         self._refill(engine.refill_bytes_per_step - step.missed_bytes)
         self.now_s += self._terms.background_ms / 1e3
         self._take_arrivals()

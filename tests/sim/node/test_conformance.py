@@ -124,6 +124,7 @@ PLANTED: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "probation": ("as the engine comes", "helmrec.memory.kv_cache.has_room", lambda room: False),
     "order of eviction": ("as the engine comes", "helmrec.memory.kv_cache.is_evicted_last", lambda last: True),
     "reserve": ("as the engine comes", "helmrec.memory.pool.reserved_pages", lambda pages: pages + 1),
+    "pace of the boundary": ("as the engine comes", "helmrec.memory.pool.moves_between_steps", lambda moves: 1 + moves),
     "reload or compute": ("host tier if worth it", "helmrec.costs.reload.is_cheaper", lambda cheaper: True),
     "delay of a reload": ("host tier if worth it", "helmrec.costs.reload.with_delay", lambda seconds: seconds + 0.01),
     "loads of a step": ("host tier if worth it", "helmrec.costs.reload.can_overlap", lambda overlaps: True),

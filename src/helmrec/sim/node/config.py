@@ -88,6 +88,7 @@ def make_setup(config: NodeConfig, cost: CostModel, rate: float) -> Setup:
         refill_bytes=int(engine.refill_bytes_per_step) if engine.host_rows_bytes is None else 0,
         save_pages=max(1, engine.save_bytes_per_step // page_bytes),
         move_pages=max(1, engine.move_bytes_per_step // page_bytes),
+        num_pages=config.num_pages,
         request_pages=config.request_pages,
         batch_pages=geometry.pages_for(engine.max_batch_tokens),
         reload=_RELOAD[engine.kv_reload],

@@ -6,6 +6,7 @@ import numpy as np
 from helmrec.costs.calibrated import reload_ms, tokens_ms
 from helmrec.costs.reload import DOUBT, can_overlap, is_cheaper, with_delay
 from helmrec.jit import NONE, inner
+from helmrec.memory.boundary import moves_between_steps
 from helmrec.memory.kv_admission import NO_VISIT
 from helmrec.memory.prefix_book import (
     SHORT,
@@ -329,7 +330,7 @@ def save_sealed(node: NodeState, setup: Setup) -> None:
 
 @inner
 def advance_boundary(node: NodeState, setup: Setup) -> None:
-    """Free drained pages that no step reads any more, then move the boundary towards its target by a bounded step."""
+    """Free drained pages that no step reads any more, then move the boundary towards its target by bounded moves."""
     counts, pages = node.counts, node.kv.counts
     while counts[N.DRAINS] and node.drains[counts[N.DRAIN_BEGIN], 0] <= counts[N.ENDED] - 1:
         drained = node.drains[counts[N.DRAIN_BEGIN], 1]
@@ -338,7 +339,8 @@ def advance_boundary(node: NodeState, setup: Setup) -> None:
         counts[N.DRAIN_BEGIN] = (counts[N.DRAIN_BEGIN] + 1) % node.drains.shape[0]
         counts[N.DRAINS] -= 1
     gap = counts[N.TARGET] - pages[Kv.EMB]
-    step = min(abs(gap), setup.move_pages)
+    since_s, node.clocks[C.MOVED_S] = node.clocks[C.NOW_S] - node.clocks[C.MOVED_S], node.clocks[C.NOW_S]
+    step = min(abs(gap), setup.move_pages * moves_between_steps(setup.num_pages, setup.move_pages, since_s))
     if gap > 0:
         _grow_rows(node, setup, step)
     elif gap < 0:

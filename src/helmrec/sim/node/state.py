@@ -51,6 +51,7 @@ class Setup(NamedTuple):
     refill_bytes: int
     save_pages: int
     move_pages: int
+    num_pages: int  # of the pool
     request_pages: int
     batch_pages: int
     reload: int
@@ -134,6 +135,7 @@ class C(IntEnum):
     PLANNED_COMPUTE_S = 11  # of the step being planned
     PLANNED_LOAD_S = 12
     DISK_FREE_S = 13
+    MOVED_S = 14  # when the boundary was looked at last
 
 
 class Member(IntEnum):
