@@ -234,7 +234,7 @@ class EngineConfig(Frozen):
     )
     move_bytes_per_step: Annotated[ByteSize, Field(gt=0)] = Field(
         ByteSize(16 << 20),
-        description="pool bytes that may change owner between two steps; more where a tenth of the pool a second is more",
+        description="pool bytes that may change owner between two steps; a tenth of the pool a second if that is more",
     )
     relay: RelayConfig = Field(RelayConfig(), description="bounds of computing prefixes ahead of their ranks")
     miss_curves: bool = Field(
