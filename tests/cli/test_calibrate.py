@@ -34,9 +34,9 @@ def test_a_calibration_of_this_cpu_is_one_the_simulator_takes(folder: Path) -> N
 
 
 def test_predictions_are_of_the_size_of_what_was_timed(folder: Path) -> None:
-    """This machine may be busy with other things: the bound only says that no term is off by its unit."""
+    """A wrong unit is a factor of 1,000. A machine that is busy with other things was off by 2.2."""
     ratios = sorted(load_cost(folder / "here.json").fit.values())
-    assert 0.5 < ratios[len(ratios) // 2] < 2
+    assert 0.2 < ratios[len(ratios) // 2] < 5
 
 
 def test_what_was_timed_did_what_its_case_says(folder: Path) -> None:
