@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from helmrec.control.helm import Helm
+from helmrec.control.policy import Limited
 from helmrec.control.rebalancer import LOOK_EVERY
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
 from helmrec.costs.learned import Estimator
@@ -99,8 +100,8 @@ def judge(trial: Trial) -> dict[str, Any]:
     name, _, wrong = trial.policy.partition(WRONG)
     policy = started_policy(name, service_cost(drawn.cost, config, trace)).policy
     if wrong:
-        assert isinstance(policy, Helm)
-        teach_wrong(policy, wrong, drawn, trace)
+        assert isinstance(policy, Limited) and isinstance(policy.policy, Helm)
+        teach_wrong(policy.policy, wrong, drawn, trace)
     shown = Shown(policy, trial.case.curves(), tick_s=LOOK_EVERY)
     result = simulate(trace, config, drawn.cost, shown)
     alphas = [window.stats.alpha for window in result.windows]
