@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from helmrec.control.helm import Helm
+from helmrec.control.policy import Limited
 from helmrec.control.rebalancer import LOOK_EVERY
 from helmrec.control.static import UNTUNED_ALPHA, Static, StaticSettings
 from helmrec.costs.learned import Estimator
@@ -99,8 +100,8 @@ def judge(trial: Trial) -> dict[str, Any]:
     name, _, wrong = trial.policy.partition(WRONG)
     policy = started_policy(name, service_cost(drawn.cost, config, trace)).policy
     if wrong:
-        assert isinstance(policy, Helm)
-        teach_wrong(policy, wrong, drawn, trace)
+        assert isinstance(policy, Limited) and isinstance(policy.policy, Helm)
+        teach_wrong(policy.policy, wrong, drawn, trace)
     shown = Shown(policy, trial.case.curves(), tick_s=LOOK_EVERY)
     result = simulate(trace, config, drawn.cost, shown)
     alphas = [window.stats.alpha for window in result.windows]
@@ -265,7 +266,7 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", help="only these kinds of drawn scenarios")
     parser.add_argument("--loads", type=float, nargs="+", help="shares of the capacity, in place of those drawn")
     parser.add_argument("--scored-from", type=float, default=OPENING_S, help="second from which requests count")
-    parser.add_argument("--wrong-costs", action="store_true", help="helm, each cost halved and doubled at the start")
+    parser.add_argument("--wrong-costs", action="store_true", help="halve and double each cost at the start")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--policies", nargs="+", default=["helm"], help="as experiments name them")
     parser.add_argument("--starts", type=float, nargs="+", default=[UNTUNED_ALPHA], help="alpha at the start")
@@ -292,27 +293,33 @@ def run_constants(
 
 def main(flags: Namespace) -> None:
     if flags.wrong_costs:
-        flags.policies = [f"helm{WRONG}{term} x {factor}" for term in TERMS for factor in ("0.5", "2")]
+        wrong = [f"{term} x {factor}" for term in TERMS for factor in ("0.5", "2")]
+        flags.policies = [f"{policy}{WRONG}{one}" for policy in flags.policies for one in wrong]
     cases = cases_of(flags)
     store = Store(BUILD / "controller-trials.jsonl", "2")
     constants = run_constants(cases, store, flags.processes)
+    entered = {
+        f"{policy} from {start:g}": {
+            number: [Trial(case, policy, start) for case in own] for number, own in cases.items()
+        }
+        for policy in flags.policies
+        for start in flags.starts
+    }
+    everyone = [trial for trials in entered.values() for own in trials.values() for trial in own]
+    finish(everyone, judge, store, flags.processes, "policies")
     found: dict[str, Any] = {}
-    for policy in flags.policies:
-        for start in flags.starts:
-            trials = {number: [Trial(case, policy, start) for case in own] for number, own in cases.items()}
-            everyone = [trial for own in trials.values() for trial in own]
-            finish(everyone, judge, store, flags.processes, f"{policy} from {start:g}")
-            rows: dict[str, dict[str, Any]] = {}
-            for number, own in trials.items():
-                drawn = scene(own[0].case)[0]
-                name = drawn.name if own[0].case.load is None else f"{drawn.name} at {drawn.load:g}"
-                rows[name] = {"kind": drawn.kind, **compare([store.found[one.name] for one in own], constants[number])}
-            show(f"{policy} from {start:g}", rows)
-            found[f"{policy} from {start:g}"] = {
-                "summary": summary(list(rows.values())),
-                "kinds": by_kind(rows),
-                "mean_over_first_policy": against(rows, next(iter(found.values()))["scenarios"] if found else rows),
-                "scenarios": rows,
-            }
+    for title, trials in entered.items():
+        rows: dict[str, dict[str, Any]] = {}
+        for number, own in trials.items():
+            drawn = scene(own[0].case)[0]
+            name = drawn.name if own[0].case.load is None else f"{drawn.name} at {drawn.load:g}"
+            rows[name] = {"kind": drawn.kind, **compare([store.found[one.name] for one in own], constants[number])}
+        show(title, rows)
+        found[title] = {
+            "summary": summary(list(rows.values())),
+            "kinds": by_kind(rows),
+            "mean_over_first_policy": against(rows, next(iter(found.values()))["scenarios"] if found else rows),
+            "scenarios": rows,
+        }
     if flags.out is not None:
         write_measurement(flags.out, {"range": flags.which, "seeds": flags.seeds, "policies": found})
