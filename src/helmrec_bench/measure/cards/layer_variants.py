@@ -4,9 +4,7 @@ Each row of the table of low precision is one batch of random tokens over random
 an engine runs them, with random weights. A variant that fails is reported, and the others are timed all the same.
 """
 
-import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,6 +22,7 @@ from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.config import ModelConfig
 from helmrec.model.precision import FULL_PRECISION, LOW_PRECISIONS, Precision
 from helmrec.model.profiles import profile
+from helmrec_bench.measure.cards.apart import run_apart, tell
 from helmrec_bench.measure.cards.kernels import ROWS, KernelRow, Sequence, times_ms
 from helmrec_bench.report.files import markdown_table
 
@@ -39,7 +38,6 @@ TIMED = (  # of `kernels`: the shapes whose times low precision is to cut
     "nvidia-bench 8 x 3968 of 4096 cached, 256",
 )
 _PROFILED = {"bf16", "fp8-layers"}
-_MARK = "found "  # begins a line that the other process reads
 
 
 def batch_of(sequences: list[Sequence]) -> RaggedBatch:
@@ -84,7 +82,8 @@ def random_weights(config: ModelConfig) -> LayerWeights:
 class LayerRun:
     """The layers of one row of the table in one precision."""
 
-    def __init__(self, row: KernelRow, precision: Precision) -> None:
+    def __init__(self, row: KernelRow, precision: Precision, normaliser: float | None = None) -> None:
+        """normaliser: of attention; by default the model's."""
         from helmrec.kernels import fused  # noqa: PLC0415 - triton is not on every machine
 
         config = profile(row.profile, 1_000)
@@ -92,19 +91,19 @@ class LayerRun:
         heads, dim, num_tokens = config.num_heads, config.qk_dim, int(batch.cu_tokens[-1])
         like = torch.empty((num_tokens, heads, dim), dtype=torch.bfloat16, device=DEVICE)
         in_fp8, kept = precision.compute_dtype == "fp8_e4m3", precision.kv_dtype == "fp8_e4m3"
-        self._batch = replace(batch, plan=plan_for(like, like, batch, "codes" if in_fp8 and kept else None))
+        self.batch = replace(batch, plan=plan_for(like, like, batch, "codes" if in_fp8 and kept else None))
         shape = (config.num_layers, int(batch.page_table.max()) + 1, PAGE_TOKENS, heads, dim)
         dtype = FP8 if kept else torch.bfloat16
-        self._pages = [random_pages(shape, dtype, transposed=each and in_fp8 and kept) for each in (False, True)]
+        self.pages = [random_pages(shape, dtype, transposed=each and in_fp8 and kept) for each in (False, True)]
         weights = [random_weights(config) for _ in range(config.num_layers)]
-        self._weights = [each.in_fp8() if in_fp8 else each for each in weights]
-        self._shape = LayerShape("concat", heads, dim**-0.5, float(config.normaliser))
-        self._x = torch.randn((num_tokens, config.dim), device=DEVICE).to(torch.bfloat16)
+        self.weights = [each.in_fp8() if in_fp8 else each for each in weights]
+        self.shape = LayerShape("concat", heads, dim**-0.5, normaliser or float(config.normaliser))
+        self.x = torch.randn((num_tokens, config.dim), device=DEVICE).to(torch.bfloat16)
         self._run_layers = fused.run_layers
 
     def run(self) -> Tensor:
-        x = self._x.clone()
-        return self._run_layers(x, self._weights, self._shape, self._pages[0], self._pages[1], self._batch)
+        x = self.x.clone()
+        return self._run_layers(x, self.weights, self.shape, self.pages[0], self.pages[1], self.batch)
 
     def kernel_ms(self) -> dict[str, float]:
         """Milliseconds of each kernel, all layers together, by the profiler."""
@@ -118,7 +117,7 @@ class LayerRun:
     def median_ms(self) -> float:
         """Median of the replays of a graph, less that of the copy of x before the layers."""
         assert self.run().isfinite().all(), "layers gave numbers that are not finite"
-        return graph_ms(self.run) - graph_ms(self._x.clone)
+        return graph_ms(self.run) - graph_ms(self.x.clone)
 
 
 def graph_ms(run: Callable[[], object]) -> float:
@@ -155,33 +154,17 @@ def time_variant(name: str) -> None:
             stack.enter_context(patch(place, value))
         for row in (row for row in ROWS if row.name in variant.rows):
             run = LayerRun(row, variant.precision)
-            _tell(work=row.name, ms=round(run.median_ms(), 4))
+            tell(work=row.name, ms=round(run.median_ms(), 4))
             if name in _PROFILED and (row.name in TIMED[:2] or name == "fp8-layers"):
-                _tell(work=row.name, kernels=run.kernel_ms())
+                tell(work=row.name, kernels=run.kernel_ms())
             del run
             torch.cuda.empty_cache()
 
 
-def _tell(**found: Any) -> None:
-    print(_MARK + json.dumps(found), flush=True)
-
-
 def run_variant(name: str) -> list[dict[str, Any]]:
-    """Time a variant in a process of its own, so that one that hangs or breaks the card's context costs no other."""
-    command = [sys.executable, "-m", "helmrec_bench.measure.cards.layer_variants", name]
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=LIMIT_S)
-        output, failure = done.stdout, f"status {done.returncode}" if done.returncode else ""
-    except subprocess.TimeoutExpired as stopped:
-        told = stopped.stdout or b""
-        output = told if isinstance(told, str) else told.decode()
-        failure = f"stopped after {LIMIT_S} s"
-    found = [json.loads(line.removeprefix(_MARK)) for line in output.splitlines() if line.startswith(_MARK)]
-    for each in found:
-        print(f"{name}: {each}", flush=True)
-    if failure:
-        print(f"{name}: {failure}", flush=True)
-        found.append({"failure": failure})
+    """Time a variant in a process of its own."""
+    found = run_apart([sys.executable, "-m", "helmrec_bench.measure.cards.layer_variants", name], LIMIT_S)
+    print(*(f"{name}: {each}" for each in found), sep="\n", flush=True)
     return found
 
 

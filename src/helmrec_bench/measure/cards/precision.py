@@ -5,6 +5,7 @@ goes on where the call before stopped, if the commit is the same.
 
 helmrec bench run precision --only checks layers             # on a card: checks of the kernels, then layer times
 helmrec bench run precision --only equality --window 4096 --limit-s 150   # on a card: begins no other after 150 s
+helmrec bench run precision --only layers --meta DIR          # Meta's layers, of the package in DIR, in the same run
 helmrec bench run precision --only capacity quality
 helmrec bench run precision --variants                       # layer times without engines, in more ways
 helmrec bench run precision --device cpu --requests 200      # without layer times
@@ -44,6 +45,7 @@ from helmrec_bench.measure.cards.kernels import (
 )
 from helmrec_bench.measure.cards.layer_variants import TIMED, all_times, print_times
 from helmrec_bench.measure.cards.measured_parts import MeasuredParts, Row
+from helmrec_bench.measure.cards.meta_layers import meta_times
 from helmrec_bench.report.files import markdown_table
 
 PARTS = ("checks", "layers", "capacity", "equality", "quality")
@@ -51,20 +53,27 @@ NEED_CARD = ("checks", "layers")
 KV_DTYPES: tuple[FixedKVDtype, ...] = ("model", "fp8_e4m3", "int8")
 TIMED_PRECISIONS = (FULL_PRECISION, LOW_PRECISIONS["fp8-products"], LOW_PRECISIONS["fp8-layers"])
 PRECISIONS = {"model": FULL_PRECISION, **LOW_PRECISIONS}
+ASKED_MS = dict(  # in FP8 on an H200: at most, and the aim
+    zip(TIMED, ((8.6, 7.6), (6.6, 5.8), (2.55, 2.3), (0.86, 0.8), (2.25, 2.0), (1.15, 1.05)), strict=True)
+)
 POOL_BYTES = 64 << 30
 QUICK_REQUESTS = 40
 CHECKS_S = 180
 
 
-def layer_times(keep: Callable[[dict[str, Any]], None]) -> None:
+def layer_times(keep: Callable[[dict[str, Any]], None], meta: Path | None) -> None:
     """Time attention alone, then the layers of every shape in every precision; `keep` is given what there is so far.
 
-    Profile by profile, so that pairs are close in time. Times of Meta's stack are published ones.
+    Profile by profile, so that pairs are close in time. Times of Meta's stack are published ones; those of this run
+    come first if its package lies in the folder `meta`.
     """
+    metas = {} if meta is None else meta_times(meta)
     attention = attention_times()
     print(*attention, sep="\n", flush=True)
     ceiling, fp8_ceiling, rows = gemm_ceiling(), fp8_gemm_ceiling(), [row for row in ROWS if row.name in TIMED]
     found: dict[str, Row] = {row.name: {"work": row.name, "meta_ms": row.meta_ms} for row in rows}
+    for name, told in metas.items():
+        found[name]["meta"] = told
     ceilings = {"gemm_tflops": round(ceiling, 1), "fp8_gemm_tflops": round(fp8_ceiling, 1)}
     for name in dict.fromkeys(row.profile for row in rows):
         for precision in TIMED_PRECISIONS:
@@ -194,14 +203,19 @@ def objections_to(row: Row) -> list[str]:
 
 
 def print_layers(layers: dict[str, Any]) -> None:
-    """Print milliseconds of every shape and precision, and the ceilings of this run."""
-    names = [str(precision) for precision in TIMED_PRECISIONS]
-    rows = [
-        [row["work"], *(str(row[name]["layers_ms"]) for name in names), str(row["meta_ms"] or "")]
-        for row in layers["rows"]
-    ]
+    """Print milliseconds of every shape and precision beside what is asked, and the ceilings of this run."""
+    names, low = [str(precision) for precision in TIMED_PRECISIONS], str(TIMED_PRECISIONS[-1])
+    rows = []
+    for row in layers["rows"]:
+        times = [str(row[name]["layers_ms"]) if name in row else "" for name in names]
+        share = f"{row[low]['share_of_ceiling']:.1%}" if low in row else ""
+        meta = row.get("meta", {})
+        metas = [str(meta.get(key, "")) for key in ("eager_ms", "graph_ms", "difference")]
+        asked = [str(each) for each in ASKED_MS[row["work"]]]
+        rows.append([row["work"], *times, *asked, share, *metas, str(row["meta_ms"] or "")])
     print(f"8192^3 products: bf16 {layers['gemm_tflops']}, fp8 {layers['fp8_gemm_tflops']} TFLOP/s")
-    print(markdown_table(["layers, ms", *names, "Meta's stack, published"], rows))
+    metas = ["Meta's stack", "as a graph", "relative difference", "published"]
+    print(markdown_table(["layers, ms", *names, "at most", "aim", "share of FP8 ceiling", *metas], rows))
 
 
 def print_rows(rows: list[Row]) -> None:
@@ -232,6 +246,7 @@ def options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--model", type=Path, help="a trained model whose quality is measured too")
     parser.add_argument("--held-out", type=Path, help="its held-out requests, as for helmrec model check --precision")
+    parser.add_argument("--meta", type=Path, help="time the layers of Meta's `generative_recommenders` of this folder")
     parser.add_argument("--variants", action="store_true", help="time layers without an engine in more ways, only that")
     parser.add_argument("--quick", action="store_true", help="few requests, to see that it runs")
 
@@ -264,7 +279,7 @@ def main(flags: Namespace) -> None:
         found = failed_checks("fp8", limit_s=CHECKS_S)
         parts.put("checks", {"failed": found})  # times are taken all the same: a card is scarce
     if "layers" in chosen:
-        layer_times(lambda found: parts.put("layers", found))
+        layer_times(lambda found: parts.put("layers", found), flags.meta)
     if "capacity" in chosen:
         parts.put("capacity", capacity())
     if "equality" in chosen:
