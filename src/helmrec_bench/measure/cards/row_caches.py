@@ -49,6 +49,7 @@ from helmrec_bench.measure.cards.row_traces import (
 )
 
 CHECK_EVERY = 25  # steps whose rows are compared with the table
+PARTS = 5  # of the measured steps: the median part is the time of a step
 MANY_ROWS = 10**9  # for which the sizes of both indexes are stated
 
 
@@ -224,7 +225,7 @@ class PlainTorch:
 
 
 def measure(place: CacheSetup, make: Callable[[], RowReader], steps: IntArray) -> dict[str, Any]:
-    """Warm up, then time the measured steps from the first id on the host to the last row on the device."""
+    """Warm up, then time the measured steps in parts, from the first id on the host to the last row on the device."""
     reader, profile = make(), place.profile
     for i, rows in enumerate(steps[: profile.warm_up]):
         values = reader.read(rows)
@@ -233,21 +234,28 @@ def measure(place: CacheSetup, make: Callable[[], RowReader], steps: IntArray) -
             assert torch.equal(numbers_of(values), torch.from_numpy(rows)), "a row is not its own"
     reader.finish()
     place.wait()
-    hits, started = reader.hits, time.perf_counter()
-    for rows in steps[profile.warm_up :]:
-        reader.read(rows)
-    reader.finish()
-    place.wait()
-    seconds = time.perf_counter() - started
-    lookups = profile.measured * profile.step_rows
+    hits, parts = reader.hits, np.split(steps[profile.warm_up :], PARTS)
+    times_ms = sorted(_read_ms(place, reader, part) / len(part) for part in parts)
+    lookups, ms = profile.measured * profile.step_rows, times_ms[PARTS // 2]
     row_bytes = place.master.codec.dim * place.master.codec.dtype.itemsize
     return {
         "hit_rate": round((reader.hits - hits) / lookups, 4),
-        "lookups_per_s": round(lookups / seconds),
-        "gb_per_s": round(lookups * row_bytes / seconds / 1e9, 2),
-        "ms_per_step": round(1e3 * seconds / profile.measured, 3),
+        "lookups_per_s": round(profile.step_rows / ms * 1e3),
+        "gb_per_s": round(profile.step_rows * row_bytes / ms / 1e6, 2),
+        "ms_per_step": round(ms, 3),
+        "ms_fastest_part": round(times_ms[0], 3),
+        "ms_slowest_part": round(times_ms[-1], 3),
         **(reader.admissions if isinstance(reader, Ours) else {}),
     }
+
+
+def _read_ms(place: CacheSetup, reader: RowReader, steps: IntArray) -> float:
+    started = time.perf_counter()
+    for rows in steps:
+        reader.read(rows)
+    reader.finish()
+    place.wait()
+    return (time.perf_counter() - started) * 1e3
 
 
 LRU = RowPolicy(is_lru=True, admission=Admission.ALWAYS)
