@@ -43,7 +43,7 @@ from helmrec_bench.measure.cards.kernels import (
     make_engine,
     measure,
 )
-from helmrec_bench.measure.cards.layer_variants import TIMED, all_times, print_times
+from helmrec_bench.measure.cards.layer_variants import TIMED, VARIANTS, all_times, print_times
 from helmrec_bench.measure.cards.measured_parts import MeasuredParts, Row
 from helmrec_bench.measure.cards.meta_layers import meta_times
 from helmrec_bench.report.files import markdown_table
@@ -247,29 +247,31 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="a trained model whose quality is measured too")
     parser.add_argument("--held-out", type=Path, help="its held-out requests, as for helmrec model check --precision")
     parser.add_argument("--meta", type=Path, help="time the layers of Meta's `generative_recommenders` of this folder")
-    parser.add_argument("--variants", action="store_true", help="time layers without an engine in more ways, only that")
+    parser.add_argument(
+        "--variants", nargs="*", choices=VARIANTS, help="only time layers without an engine in these ways, or in all"
+    )
     parser.add_argument("--quick", action="store_true", help="few requests, to see that it runs")
 
 
 def default_out(flags: Namespace) -> str:
-    if flags.variants:
+    if flags.variants is not None:
         return "gpu-precision-variants-h200.json"
     return "gpu-precision-h200.json" if flags.device == "cuda" else "precision-cpu.json"
 
 
-def time_variants(out: Path) -> None:
-    """Time layers in every variant, then check the kernels; the table comes last."""
-    found: dict[str, Any] = {"layers": all_times()}
+def time_variants(names: Sequence[str], out: Path) -> None:
+    """Time layers in variants, then check the kernels; the table comes last."""
+    found: dict[str, Any] = {"layers": all_times(names)}
     write_measurement(out, found)
-    found["failed_checks"] = failed_checks("fp8", limit_s=90)
+    found["failed_checks"] = failed_checks("fp8", limit_s=CHECKS_S)
     write_measurement(out, found)
     print("Checks that failed:", *found["failed_checks"] or ["none"], sep="\n")
     print_times(found["layers"])
 
 
 def main(flags: Namespace) -> None:
-    if flags.variants:
-        time_variants(flags.out)
+    if flags.variants is not None:
+        time_variants(flags.variants or list(VARIANTS), flags.out)
         return
     chosen = flags.only or [part for part in PARTS if flags.device == "cuda" or part not in NEED_CARD]
     if flags.device != "cuda" and (needy := [part for part in chosen if part in NEED_CARD]):
