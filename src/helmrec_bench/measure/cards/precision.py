@@ -1,7 +1,7 @@
 """What eight bits gain and cost: layer times, what a pool holds, equal scores with and without caches, quality.
 
 Every part can be measured by a call of its own; calls with the same `--out` fill one file. What compares precisions
-goes on where the call before stopped, if the commit is the same.
+goes on where the call before stopped, if the commit is the same, and several calls may compare others side by side.
 
 helmrec bench run precision --only checks layers             # on a card: checks of the kernels, then layer times
 helmrec bench run precision --only equality --window 4096 --limit-s 150   # on a card: begins no other after 150 s
@@ -145,8 +145,7 @@ class Comparison(NamedTuple):
 
     def fill(self, parts: MeasuredParts, work: Iterable[tuple[Subject, str]], deadline_s: float) -> None:
         """Measure the rows that the file lacks, until the deadline."""
-        rows = parts.rows_of_this_commit(self.part)
-        done = [_identity(row) for row in rows]
+        done = [_identity(row) for row in parts.rows_of_this_commit(self.part)]
         for subject, name in work:
             row: Row = {"model": subject.name, "dtype": subject.model.config.dtype, "precision": name}
             row |= {**PRECISIONS[name]._asdict(), "asked": self.asked if subject.held_out is None else "held out"}
@@ -155,9 +154,9 @@ class Comparison(NamedTuple):
             if time.monotonic() > deadline_s:
                 print(f"out of time: {self.part} goes on with {name} of {subject.name} in the next call", flush=True)
                 return
-            rows.append(row | self.run(subject, PRECISIONS[name]))
-            parts.put(self.part, rows)
-            print(rows[-1], flush=True)
+            found = row | self.run(subject, PRECISIONS[name])
+            parts.add_row(self.part, found)
+            print(found, flush=True)
 
 
 def _identity(row: Row) -> tuple[Any, ...]:
