@@ -12,10 +12,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.kernels.coded_layer_cases import LayerCase
+from tests.kernels.fp8_project_cases import Product, live_values
 from tests.kernels.ragged_cases import Case, Heads, Lengths, coded, in_double, on, random_case, relative_error
 from tests.kernels.ragged_cases import layout as ragged_layout
 
-from helmrec.kernels import hopper_fp8_attention, triton_fp8_layer
+from helmrec.kernels import fused, hopper_fp8_attention, triton_fp8_layer
 from helmrec.kernels.attention_plan import multiplies_codes, plan_for
 from helmrec.kernels.kv_rounding import decode, query_lift, round_in_place
 from helmrec.kernels.layer import Form, LayerWeights
@@ -145,16 +146,47 @@ def test_scores_are_the_same_resident_or_not_and_alone_or_in_a_batch(dim: int, f
     assert error < 1e-2  # partial sums in another order, which matrix units cut off after 14 digits
 
 
+@pytest.mark.parametrize(("dim", "depth", "page_tokens"), [(128, 512, 128), (256, 1024, 128), (64, 256, 64)])
+def test_a_product_ends_in_the_codes_that_encoding_apart_makes(dim: int, depth: int, page_tokens: int) -> None:
+    product = Product(dim, page_tokens, 4, depth, "cuda")
+    ours, theirs = product.pages(), product.pages()
+    found, expected = product.together("concat", ours), product.apart("concat", theirs)
+    for mine, other in zip(live_values(found, product.batch), live_values(expected, product.batch), strict=True):
+        assert torch.equal(mine, other)
+    for mine_pages, their_pages in zip(ours, theirs, strict=True):
+        assert torch.equal(mine_pages.codes.float(), their_pages.codes.float())
+        assert torch.equal(mine_pages.exponents, their_pages.exponents)
+
+
+@pytest.mark.parametrize("wrong", ["key", "value"])
+def test_codes_of_a_head_that_is_not_finite_harm_only_rows_that_see_it(wrong: str) -> None:
+    """As a product leaves them: no codes, and the exponent of NaN."""
+    plain_case = random_case(np.random.default_rng(0), [Lengths(0, 300, 40)], Heads(4, 128, 128), 128, torch.bfloat16,
+                             device="cuda")  # fmt: skip
+    case = coded(plain_case, FP8, transposed=True)
+    tokens, plan = encode_tokens(*case), plan_for(case.q, case.v, case.batch, "codes")
+    (tokens.k if wrong == "key" else tokens.v).exponents[1, 150] = 255
+    out = torch.empty_like(case.v)
+    hopper_fp8_attention.launch(tokens, (case.k_pages, case.v_pages), case.batch, out, plan, (0.1, 1000.0))
+    assert out[:150].isfinite().all()
+    assert out[150:340, 1].isnan().all()
+    assert out[150:340, [0, 2, 3]].isfinite().all()
+
+
 def layers_of(dim: int, form: Form) -> LayerCase:
     lengths = [Lengths(0, 700, 30), Lengths(0, 129, 5)]
     return LayerCase(dim, Heads(4, dim // 4, dim // 4), form, lengths, 128, 1000.0, "cuda")
 
 
+@pytest.mark.parametrize("from_product", [False, True])
 @pytest.mark.parametrize(
     ("dim", "form", "kv_dtype"),
     [(512, "concat", FP8), (1024, "concat", FP8), (1024, "gated", FP8), (512, "gated", torch.bfloat16)],
 )
-def test_a_layer_matches_the_twin(dim: int, form: Form, kv_dtype: torch.dtype) -> None:
+def test_a_layer_matches_the_twin(
+    dim: int, form: Form, kv_dtype: torch.dtype, from_product: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "CODES_FROM_PRODUCT", from_product)
     error = layers_of(dim, form).error(torch.bfloat16, kv_dtype)
     print(f"error {error:.4f}")  # noqa: T201
     assert error < 0.05

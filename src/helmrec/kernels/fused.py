@@ -14,7 +14,10 @@ from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.triton_append import append_kv
 from helmrec.kernels.triton_attention import attend
 from helmrec.kernels.triton_encode import encode_tokens
+from helmrec.kernels.triton_fp8_project import project_codes
 from helmrec.kernels.triton_layer import gate_output, joined_buffer, project
+
+CODES_FROM_PRODUCT = False  # whether the projection of a coded layer ends in codes, or a pass of its own makes them
 
 
 def run_layers(
@@ -59,16 +62,23 @@ def _run_coded_layer(
     batch: RaggedBatch,
 ) -> Tensor:  # (tokens, dim)
     """Add delta to x, and return what the layer adds to x."""
-    u, v, q, k = triton_fp8_layer.project(x, delta, weights, shape.form, shape.num_heads)
     k_pages, v_pages = pages
+    width = weights.output_norm_weight.shape[0]
+    o = x.new_empty((x.shape[0], shape.num_heads, width // shape.num_heads))
     has_plain_scores = weights.relative_bias is None and batch.window is None
-    in_codes = has_plain_scores and multiplies_codes(q, v, k_pages, v_pages)
-    plan = plan_for(q, v, batch, "codes" if in_codes else None) if batch.plan is None else batch.plan
+    has_equal_heads = weights.uvqk_beta.shape[0] == 4 * width
+    in_codes = has_plain_scores and has_equal_heads and multiplies_codes(o, o, k_pages, v_pages)
     if in_codes and isinstance(k_pages, ScaledPages) and isinstance(v_pages, ScaledPages):
-        o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        tokens = encode_tokens(q, k, v, k_pages, v_pages, batch)
+        plan = plan_for(o, o, batch, "codes") if batch.plan is None else batch.plan
+        if CODES_FROM_PRODUCT:
+            u, tokens = project_codes(x, delta, weights, shape.form, (k_pages, v_pages), batch)
+        else:
+            u, v, q, k = triton_fp8_layer.project(x, delta, weights, shape.form, shape.num_heads)
+            tokens = encode_tokens(q, k, v, k_pages, v_pages, batch)
         hopper_fp8_attention.launch(tokens, (k_pages, v_pages), batch, o, plan, (shape.scale, shape.normaliser))
         return triton_fp8_layer.gate_output(u, o.flatten(1), weights, shape.form)
+    u, v, q, k = triton_fp8_layer.project(x, delta, weights, shape.form, shape.num_heads)
+    plan = plan_for(q, v, batch) if batch.plan is None else batch.plan
     if holds_fp8(k_pages):
         round_in_place(q, torch.float8_e4m3fn, query_lift(q.shape[2]))
     append_kv(k, v, k_pages, v_pages, batch)

@@ -80,10 +80,11 @@ def lay_out_scales(inputs, exponents, k_pipe, scales, tickets, barriers, FIELDS:
                                         head, PAGE_TOKENS, BLOCK_N)
             next_values = _load_exponents(v_flat, flat_stride, v_pages, strides, start, length, table, layout,
                                           following, head, PAGE_TOKENS, BLOCK_N)
-            finite = gl.where(of_keys < 255, of_keys, 0)
-            of_both = finite + of_values
+            is_wrong = (of_keys == 255) | (of_values == 255)  # of a key or value that is not finite; its codes are 0
+            finite = gl.where(is_wrong, 0, of_keys)
+            of_both = gl.where(is_wrong, 0, of_keys + of_values)
             k_ceiling, ceiling = _next_ceiling(k_ceiling, finite), _next_ceiling(ceiling, of_both)
-            of_score = gl.where(of_keys < 255, _below(of_keys, k_ceiling), float("nan"))
+            of_score = gl.where(is_wrong, float("nan"), _below(of_keys, k_ceiling))
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             of_scores.index(slot).store(of_score.to(of_scores.dtype))
             of_weights.index(slot).store(_below(of_both, ceiling + BOUND).to(of_weights.dtype))

@@ -50,7 +50,7 @@ def first_value_block(start, sequence, OWN_TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _sequence_at(block, cu_tokens, num_sequences, OWN_TOKENS: tl.constexpr):
+def sequence_at(block, cu_tokens, num_sequences, OWN_TOKENS: tl.constexpr):
     """The last sequence whose own values begin in this block or before it, and where its tokens begin and end."""
     sequence, start, end = -1, 0, 2147483647
     for first in range(0, num_sequences + 1, 32):
@@ -230,7 +230,7 @@ def _encode_kernel(q, k, v, flats, pages, bytes_of, exponents, page_exponents, k
     """
     block = tl.program_id(0) // (OWN_TOKENS // ROWS)
     chunk = tl.program_id(0) % (OWN_TOKENS // ROWS) * ROWS
-    sequence, start, end = _sequence_at(block, cu_tokens, num_sequences, OWN_TOKENS)
+    sequence, start, end = sequence_at(block, cu_tokens, num_sequences, OWN_TOKENS)
     own = (block - first_value_block(start, sequence, OWN_TOKENS)) * OWN_TOKENS + chunk
     first_token = (start + own).to(tl.int64)
     if first_token < end:

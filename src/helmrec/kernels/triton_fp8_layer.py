@@ -60,7 +60,7 @@ def _norm_row(x, weight, bias, columns, WIDTH: tl.constexpr, PADDED: tl.constexp
 
 
 @triton.jit
-def _silu(x, NATIVE: tl.constexpr):
+def silu(x, NATIVE: tl.constexpr):
     """x * sigmoid(x); NATIVE: by approximate instructions, off by a few units of the last digit of float32."""
     if NATIVE:
         active = tl.inline_asm_elementwise(
@@ -129,7 +129,7 @@ def _gate_kernel(u, o, weight, bias, y, scale, u_stride, o_stride, num_rows, row
     first = tl.program_id(0).to(tl.int64) * rows_each
     for i in range(tl.minimum(rows_each, num_rows - first)):
         row = first + i
-        active = _silu(_load_row(u + row * u_stride, columns, WIDTH, PADDED), NATIVE)
+        active = silu(_load_row(u + row * u_stride, columns, WIDTH, PADDED), NATIVE)
         raw_o = _load_row(o + row * o_stride, columns, WIDTH, PADDED)
         gated = active * _norm_row(raw_o, w, b, columns, WIDTH, PADDED, EPS)
         if CONCAT:
@@ -167,16 +167,21 @@ def project(
     delta, (tokens, dim), is added to x in place first.
     """
     assert weights.coded is not None, "weights have no codes"
+    uvqk = multiply(normed(x, delta, weights), weights.coded.uvqk, weights.uvqk_beta, x.dtype)
+    width = weights.output_norm_weight.shape[0]  # heads * v
+    if form == "gated":
+        silu_in_place(uvqk[:, width:])
+    return split_projection(uvqk, width, num_heads)
+
+
+def normed(x: Tensor, delta: Tensor | None, weights: LayerWeights) -> CodedRows:
+    """Codes of norm(x). delta, (tokens, dim), is added to x in place first."""
     rows = CodedRows.empty(x.shape[0], x.shape[1], x.device)
     norm = weights.input_norm_weight, weights.input_norm_bias
     added = x if delta is None else delta
     constants = {"EPS": weights.norm_eps, "ADD": delta is not None, "NATIVE": is_native(x)}
     _launch(_norm_kernel, x.shape, x, added, *norm, *rows, x.stride(0), **constants)
-    uvqk = multiply(rows, weights.coded.uvqk, weights.uvqk_beta, x.dtype)
-    width = weights.output_norm_weight.shape[0]  # heads * v
-    if form == "gated":
-        silu_in_place(uvqk[:, width:])
-    return split_projection(uvqk, width, num_heads)
+    return rows
 
 
 def gate_output(u: Tensor, o: Tensor, weights: LayerWeights, form: Form) -> Tensor:  # (tokens, dim)

@@ -100,3 +100,21 @@ def test_layers_without_a_card_are_refused(tmp_path: Path) -> None:
 def test_a_comparison_that_shows_too_little_is_named(changed: Row, objection: str) -> None:
     assert not precision.objections_to(EQUAL)
     assert precision.objections_to({**EQUAL, **changed}) == [objection]
+
+
+def test_calls_side_by_side_add_rows_to_one_part(tmp_path: Path, commit: str) -> None:
+    one, other = (MeasuredParts(tmp_path / "found.json", ("equality",)) for _ in range(2))
+    one.add_row("equality", {"precision": "int8"})
+    other.add_row("equality", {"precision": "fp8"})
+    one.add_row("equality", {"precision": "fp8-all"})
+    found = json.loads((tmp_path / "found.json").read_text())["equality"]
+    assert {row["precision"] for row in found} == {"int8", "fp8", "fp8-all"}
+    assert len(found) == 3, commit
+
+
+def test_rows_of_one_call_stay_together_without_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HELMREC_COMMIT", "unknown")
+    parts = MeasuredParts(tmp_path / "found.json", ("equality",))
+    for name in ("int8", "fp8"):
+        parts.add_row("equality", {"precision": name})
+    assert len(json.loads((tmp_path / "found.json").read_text())["equality"]) == 2

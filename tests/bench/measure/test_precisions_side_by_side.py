@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from helmrec_bench.measure.cards import loadgen, trade_off
+from helmrec_bench.measure.cards.measured_parts import MeasuredParts
 from helmrec_bench.measure.cards.trade_off import Cells, MapPlan
 from helmrec_bench.registry import REGISTERED
 
@@ -84,3 +85,11 @@ def test_loadgen_finds_the_rates_of_each_precision(
     found = json.loads(out.read_text())
     assert found["fp8-all"]["row_dtype"] == "fp8_e4m3"
     assert found["model"]["with_reuse"]["largest_valid_qps"] == 1_600
+
+
+def test_a_search_that_is_in_the_file_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HELMREC_COMMIT", "abc1234")
+    out, rates = tmp_path / "found.json", {"largest_valid_qps": 1_600.0, "saturated_per_s": 1_900.0}
+    MeasuredParts(out, ("set_up", "model")).put("model", {"with_reuse": rates, "without_reuse": rates})
+    monkeypatch.setattr(loadgen, "make_engine", lambda *_: pytest.fail("an engine for nothing"))
+    REGISTERED["loadgen-card"].run(["--quick", "--precisions", "model", "--out", str(out)])

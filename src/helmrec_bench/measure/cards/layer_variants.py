@@ -6,7 +6,7 @@ an engine runs them, with random weights. A variant that fails is reported, and 
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ TIMED = (  # of `kernels`: the shapes whose times low precision is to cut
     "dlrmv3 8 x 6668 of 6700 cached, 2048",
     "nvidia-bench 8 x 3968 of 4096 cached, 256",
 )
-_PROFILED = {"bf16", "fp8-layers"}
+_PROFILED = {"bf16", "fp8-layers", "codes from product"}
 
 
 def batch_of(sequences: list[Sequence]) -> RaggedBatch:
@@ -105,6 +105,11 @@ class LayerRun:
         x = self.x.clone()
         return self._run_layers(x, self.weights, self.shape, self.pages[0], self.pages[1], self.batch)
 
+    def difference(self, usual: Tensor) -> float:
+        """Relative difference between what layers add to x and what they usually add."""
+        x, out = self.x.float(), self.run().float()
+        return round(float((out - usual).norm() / (usual - x).norm()), 5)
+
     def kernel_ms(self) -> dict[str, float]:
         """Milliseconds of each kernel, all layers together, by the profiler."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -130,7 +135,7 @@ def graph_ms(run: Callable[[], object]) -> float:
 
 
 class Variant(NamedTuple):
-    """A precision, settings of attention on codes that differ from those in use, and the rows that are timed."""
+    """A precision, settings of kernels that differ from those in use, and the rows that are timed."""
 
     precision: Precision
     settings: tuple[tuple[str, Any], ...] = ()  # where, and what
@@ -138,24 +143,36 @@ class Variant(NamedTuple):
 
 
 _KERNELS, _LAYERS = "helmrec.kernels", LOW_PRECISIONS["fp8-layers"]
+_PRODUCT = ((f"{_KERNELS}.fused.CODES_FROM_PRODUCT", True),)
+_TILES = f"{_KERNELS}.triton_fp8_project.TILES"
 VARIANTS = {
     "bf16": Variant(FULL_PRECISION),
     "fp8-products": Variant(LOW_PRECISIONS["fp8-products"]),
     "fp8-layers": Variant(_LAYERS),
     "blocks of 64": Variant(_LAYERS, ((f"{_KERNELS}.attention_plan.BLOCK_OF_CODES", 64),), (TIMED[0], TIMED[5])),
+    "codes from product": Variant(_LAYERS, _PRODUCT),
+    "small tiles": Variant(_LAYERS, (*_PRODUCT, (_TILES, {128: (64, 128, 4, 4, 128), 256: (64, 128, 4, 2, None)}))),
+    "few warps": Variant(_LAYERS, (*_PRODUCT, (_TILES, {128: (128, 128, 4, 3, None), 256: (128, 64, 8, 3, None)}))),
 }
 
 
 def time_variant(name: str) -> None:
     """Time one variant, row after row; a line of JSON for each time, as soon as it is known."""
     variant = VARIANTS[name]
-    with ExitStack() as stack:
-        for place, value in variant.settings:
-            stack.enter_context(patch(place, value))
-        for row in (row for row in ROWS if row.name in variant.rows):
+    for row in (row for row in ROWS if row.name in variant.rows):
+        usual = None
+        if variant.settings:
+            torch.manual_seed(0)
+            usual = LayerRun(row, variant.precision).run()
+        with ExitStack() as stack:
+            for place, value in variant.settings:
+                stack.enter_context(patch(place, value))
+            torch.manual_seed(0)
             run = LayerRun(row, variant.precision)
+            if usual is not None:
+                tell(work=row.name, difference=run.difference(usual))
             tell(work=row.name, ms=round(run.median_ms(), 4))
-            if name in _PROFILED and (row.name in TIMED[:2] or name == "fp8-layers"):
+            if name in _PROFILED and (row.name in TIMED[:2] or name != "bf16"):
                 tell(work=row.name, kernels=run.kernel_ms())
             del run
             torch.cuda.empty_cache()
@@ -168,9 +185,9 @@ def run_variant(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def all_times() -> dict[str, list[dict[str, Any]]]:
-    """What each variant told."""
-    return {name: run_variant(name) for name in VARIANTS}
+def all_times(names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+    """What each of these variants told."""
+    return {name: run_variant(name) for name in names}
 
 
 def print_times(found: dict[str, list[dict[str, Any]]]) -> None:

@@ -5,7 +5,8 @@ shorter than a submission's 600 s; the file says how long. Requests reach the en
 hold them, and once more as a client sends them, so that checking and hashing count too.
 
 Folders of models of that shape, such as an imported DLRMv3 and one of our own form, are measured without reuse.
-Precisions are measured one after the other, with reuse and without; calls with the same `--out` fill one file.
+Precisions are measured one after the other, with reuse and without; calls with the same `--out` fill one file and go on
+where the call before stopped, if the commit is the same.
 
     helmrec bench run loadgen-card                   # on a card; writes docs/measurements/gpu-loadgen-h200.json
     helmrec bench run loadgen-card --models A B      # these model folders, in turn
@@ -187,22 +188,26 @@ def compare_precisions(flags: Namespace, plan: SearchPlan) -> None:
     parts = MeasuredParts(flags.out, ("set_up", *PRECISIONS))
     parts.put("set_up", described(plan) | {"table_bytes": plan.table_bytes})
     for name in flags.precisions:
-        search_precision(flags, plan, parts, name)
-        free_memory()  # pools of two engines do not fit the card
+        if not parts.part_of_this_commit(name).keys() >= {"with_reuse", "without_reuse"}:
+            search_precision(flags, plan, parts, name)
+            free_memory()  # pools of two engines do not fit the card
     print_rates({name: parts[name] for name in PRECISIONS if name in parts})
 
 
 def search_precision(flags: Namespace, plan: SearchPlan, parts: MeasuredParts, name: str) -> None:
-    engine, found = make_engine(shape(plan), plan, PRECISIONS[name]), {}
+    engine, found = make_engine(shape(plan), plan, PRECISIONS[name]), parts.part_of_this_commit(name)
     traffic = PreparedTraffic(EngineProbe(engine), plan.crowd)
     for way, is_known in (("with_reuse", True), ("without_reuse", False)):
+        if way in found:
+            continue
         if time.perf_counter() - STARTED_S > flags.limit_s:
             say(f"out of time: {name}, {way} is not measured")
             continue
         say(f"{name}, {way}")
         offers = Offers(traffic, plan.hot_share, is_known=is_known)
         found[way] = search(engine, offers, plan, flags.steps, lowest=LOWEST)
-        parts.put(name, {**PRECISIONS[name]._asdict(), "report": str(engine.report()).splitlines(), **found})
+        found |= {**PRECISIONS[name]._asdict(), "report": str(engine.report()).splitlines()}
+        parts.put(name, found)
     engine.close()
 
 

