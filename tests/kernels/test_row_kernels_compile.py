@@ -41,6 +41,8 @@ CHECK = dedent("""
             build(table._publish_kernel, BY_HEAT=flag, BUCKETS=buckets)
             build(write._write_kernel, **sizes, ROWS=64, HAS_MASTER=flag, BUCKETS=buckets)
     build(lookup._begin_buckets_kernel, BUCKETS=8192)
+    build(lookup._count_kernel, {"cu_events": "*i64", "counts": "*i64", "num_of_events": "i32", "num_events": "i32",
+                                 "num_sequences": "i32"}, PADDED=16)
     for kernel in (lookup._enter_kernel, lookup._own_kernel, lookup._place_kernel):
         build(kernel)
     build(table._claim_by_frequency_kernel)

@@ -118,3 +118,24 @@ def test_a_smaller_step_uses_the_memory_of_a_larger_one() -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, BUCKETS - 1, BUCKETS, BUCKETS + 1, 10**6, 2**31 - 1])
 def test_every_row_has_a_bucket(num_rows: int) -> None:
     assert (num_rows - 1) >> bucket_shift(num_rows) < BUCKETS
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 0, 7], [0, 0, 4, 1, 0], [40, 60, 1, 99]])
+@pytest.mark.parametrize("num_features", [1, 3])
+@pytest.mark.parametrize("num_tables", [0, 2])
+def test_misses_are_counted_by_sequence(lengths: list[int], num_features: int, num_tables: int) -> None:
+    num_sequences, num_events = len(lengths) + 2, sum(lengths) + 6  # padded, as a captured step is
+    cu_events = torch.tensor([0, *lengths, 0, 0]).cumsum(0)
+    owners = torch.arange(num_sequences).repeat_interleave(cu_events.diff())
+    of_events = torch.cat([owners, torch.full((6,), -1)]).repeat(num_features)
+    of_entries = torch.cat([of_events, torch.arange(num_sequences).repeat(num_tables)])
+    places = torch.randperm(len(of_entries))
+    places = places[(of_entries[places] >= 0) & (torch.rand(len(places)) < 0.7)]
+    listed = torch.full((len(of_entries),), 999)
+    listed[: len(places)] = places
+    missed = Missed(torch.zeros_like(listed).int(), listed, torch.tensor([len(places)], dtype=torch.int32))
+    expected = of_entries[places].bincount(minlength=num_sequences)
+    for module in (row_lookup, triton_row_lookup):
+        counts = torch.full((num_sequences,), 77)
+        module.count_by_sequence(missed, cu_events, num_features, num_events, counts)
+        assert torch.equal(counts, expected), module.__name__

@@ -19,7 +19,7 @@ from helmrec.engine.staging import BlockPart, Blocks, HostArrays, StagedField, S
 from helmrec.engine.timeline import DeviceTimeline, Mark
 from helmrec.kernels.row_index import ABSENT
 from helmrec.kernels.row_lookup import Lookup
-from helmrec.kernels.row_table import Control, RowTally
+from helmrec.kernels.row_table import Control, Missed, RowTally
 from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
@@ -156,7 +156,7 @@ class RowGraphs:
         self._cache.table.control.copy_(device["control"])
 
         def meanwhile() -> None:
-            self._count(lookup.is_missed, device["cu_events"])
+            self._count(lookup.missed, device["cu_events"], size)
             if self._assigns_beside(size):
                 self._cache.assign(lookup.missed)
 
@@ -174,11 +174,8 @@ class RowGraphs:
     def _lookup_of(self, size: int) -> Lookup:
         return self._lookup.of_size(self._shape.num_rows(size))
 
-    def _count(self, is_missed: Tensor, cu_events: Tensor) -> None:
+    def _count(self, missed: Missed, cu_events: Tensor, size: int) -> None:
         """Count the misses of each sequence, and copy the tally."""
-        shape, missed = self._shape, is_missed.long()
-        of_events, of_context = missed.split([len(missed) - shape.num_context, shape.num_context])
-        running = torch.nn.functional.pad(of_events.view(shape.num_features, -1).sum(0).cumsum(0), (1, 0))
-        counts = running[cu_events].diff() + of_context.view(shape.num_tables, shape.num_sequences).sum(0)
-        self.found[: shape.num_sequences].copy_(counts)
-        self.found[shape.num_sequences :].copy_(self._cache.table.tally)
+        by_sequence, tally = self.found.split([self._shape.num_sequences, len(RowTally)])
+        self._stage.count_by_sequence(missed, cu_events, self._shape.num_features, size, by_sequence)
+        tally.copy_(self._cache.table.tally)

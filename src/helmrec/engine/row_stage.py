@@ -205,6 +205,7 @@ class DeviceRowStage:
         written = None if master.is_shared or self._tier is not None else master.rows
         self._targets = RowTargets(cache.table.index, arena.rows, written)
         self._kernels = kernels
+        self.count_by_sequence = kernels.count_by_sequence
         self._copies = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
         self._beside = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
         self._written = None if cache.stream is None else torch.cuda.Event()

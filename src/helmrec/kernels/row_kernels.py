@@ -13,6 +13,7 @@ class RowKernels:
     """Operations on a row table, gathers and writes of rows, loads of pages. The modules document the arguments."""
 
     find: Callable[..., None]
+    count_by_sequence: Callable[..., None]
     claim: Callable[..., None]
     publish: Callable[..., None]
     gather_rows: Callable[..., None]
@@ -33,7 +34,8 @@ def row_kernels(name: str, recoding: Recoding | None = None) -> RowKernels:
         table, gather = row_table, row_gather.gather_rows
         find, load_pages = row_lookup.find, page_copy.load_pages
         from_host, write = partial(gather, recoding=recoding), partial(row_write.write_rows, recoding=recoding)
-        return RowKernels(find, table.claim, table.publish, gather, from_host, from_host, write, load_pages)
+        count = row_lookup.count_by_sequence
+        return RowKernels(find, count, table.claim, table.publish, gather, from_host, from_host, write, load_pages)
     # Triton is not everywhere.
     from helmrec.kernels import (  # noqa: PLC0415
         triton_page_copy,
@@ -50,6 +52,7 @@ def row_kernels(name: str, recoding: Recoding | None = None) -> RowKernels:
         write = partial(triton_row_recode.write_rows, recoding=recoding)
     return RowKernels(
         triton_row_lookup.find,
+        triton_row_lookup.count_by_sequence,
         triton_row_table.claim,
         triton_row_table.publish,
         triton_row_gather.gather_rows,

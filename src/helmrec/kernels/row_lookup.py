@@ -115,6 +115,19 @@ def find(table: RowTable, rows: Tensor, lookup: Lookup, *, is_lru: bool) -> None
     table.heat[touched] = now if is_lru else torch.logaddexp2(table.heat[touched], now)
 
 
+def count_by_sequence(missed: Missed, cu_events: Tensor, num_features: int, num_events: int, counts: Tensor) -> None:
+    """counts[s] = number of missed rows whose first entry belongs to sequence s. counts: (sequences,) int64.
+
+    Entries are rows of `num_events` events, feature after feature, then a row of each sequence, table after table.
+    cu_events: (sequences + 1,) int64, where the events of each sequence begin.
+    """
+    places = missed.places[: int(missed.count)]
+    of_event = torch.searchsorted(cu_events[1:].contiguous(), places % num_events, right=True)
+    of_context = (places - num_features * num_events) % len(counts)
+    owners = torch.where(places < num_features * num_events, of_event, of_context)
+    counts.copy_(owners.bincount(minlength=len(counts)))
+
+
 def _fill(listed: Missed | Repeats, pairs: list[tuple[int, int]]) -> None:
     """Write pairs of source and place."""
     values = torch.tensor(pairs, dtype=torch.int64, device=listed.places.device).view(-1, 2)

@@ -17,10 +17,11 @@ from torch import Tensor
 from helmrec.kernels.row_gather import SKIP
 from helmrec.kernels.row_index import ABSENT
 from helmrec.kernels.row_lookup import BUCKETS, Lookup, bucket_shift
-from helmrec.kernels.row_table import Control, RowTable
+from helmrec.kernels.row_table import Control, Missed, RowTable
 from helmrec.kernels.triton_row_index import block_of, mixed, slots_of
 
 _FEW = 256  # entries of a program that probes the hash table: more programs, shorter loops
+_PAIRED = 64  # entries of a program that compares each with every sequence
 _NOW = tl.constexpr(int(Control.NOW))
 _SKIP, _ABSENT = tl.constexpr(SKIP), tl.constexpr(ABSENT)
 _FREE = tl.constexpr(-1)  # cell without a row; also less than every rank
@@ -122,7 +123,42 @@ def _place_kernel(rows, absent_entries, absent_count, is_missed, buckets, missed
     tl.store(missed_places + at, entry.to(tl.int64), mask=reads)
 
 
+@triton.jit(do_not_specialize=["num_of_events", "num_events"])
+def _count_kernel(missed_places, missed_count, cu_events, counts, num_of_events, num_events, num_sequences,
+                  PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """num_of_events: entries that are rows of events."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    num_missed = tl.load(missed_count)
+    if tl.program_id(0) * BLOCK >= num_missed:
+        return
+    sequences = tl.arange(0, PADDED)
+    ends = tl.load(cu_events + 1 + sequences, mask=sequences < num_sequences, other=_BITS).to(tl.int32)
+    place = tl.load(missed_places + i, mask=i < num_missed, other=0).to(tl.int32)
+    of_event = tl.sum((ends[None, :] <= (place % num_events)[:, None]).to(tl.int32), axis=1)
+    owner = tl.where(place < num_of_events, of_event, (place - num_of_events) % num_sequences)
+    of_each = (owner[:, None] == sequences[None, :]) & (i < num_missed)[:, None]
+    num = tl.sum(of_each.to(tl.int32), axis=0)
+    tl.atomic_add(counts + sequences, num.to(tl.int64), mask=num > 0, sem="relaxed")
+
+
 # fmt: on
+
+
+def count_by_sequence(missed: Missed, cu_events: Tensor, num_features: int, num_events: int, counts: Tensor) -> None:
+    counts.zero_()
+    num, num_sequences = missed.places.numel(), counts.numel()
+    if num:
+        _count_kernel[(triton.cdiv(num, _PAIRED),)](
+            missed.places,
+            missed.count,
+            cu_events,
+            counts,
+            num_features * num_events,
+            num_events,
+            num_sequences,
+            PADDED=triton.next_power_of_2(num_sequences),
+            BLOCK=_PAIRED,
+        )
 
 
 def find(table: RowTable, rows: Tensor, lookup: Lookup, *, is_lru: bool) -> None:
