@@ -45,7 +45,10 @@ CHECK = dedent("""
                                  "num_sequences": "i32"}, PADDED=16)
     for kernel in (lookup._enter_kernel, lookup._own_kernel, lookup._place_kernel):
         build(kernel)
-    build(table._claim_by_frequency_kernel)
+    build(table._weigh_kernel)
+    build(table._claim_hottest_first_kernel)
+    kinds = {"pages": "*i64", "slots": "*i64", "slot_heat": "*fp32", "num_slots": "i32"}
+    build(table._window_kernel, kinds, PER_PAGE=640)
     for source, target in ((0, 1), (0, 2), (1, 0), (2, 0)):  # formats: rows as they are, fp8_e4m3, int8
         of = {0: "*fp16", 1: "*u8", 2: "*u8"}
         kinds = {"master": of[source], "values": of[source], "arena": of[target], "out": of[target], "places": "*i64"}

@@ -167,8 +167,8 @@ def test_rows_read_more_often_than_the_coldest_take_their_slots(form: IndexForm)
         claims, expected = claim_both(ours, twin, missed, 32, Admission.FREQUENCY)
         victims = all_victims(ours, 32)
         copies, expected_copies = torch.zeros(32, dtype=torch.int32), torch.ones(32, dtype=torch.int32)
-        triton_row_table.publish(ours, claims.hottest_first(), victims, copies, by_heat=True)
-        row_table.publish(twin, expected.hottest_first(), victims, expected_copies, by_heat=True)
+        triton_row_table.publish(ours, claims, victims, copies, by_heat=True)
+        row_table.publish(twin, expected, victims, expected_copies, by_heat=True)
         assert torch.equal(copies, expected_copies)
         assert_same(ours, twin)
         given.append(int((copies != SKIP).sum()))
@@ -176,6 +176,48 @@ def test_rows_read_more_often_than_the_coldest_take_their_slots(form: IndexForm)
     # Slots have heat 50, 51, 52, ... A row read once has 50, one read twice 51, one read three times 51.6.
     assert given == [0, 1, 2], "the first slot is taken at 51, and then both slots of heat 51 at 51.6"
     assert len(held(ours.index)) == SLOTS
+
+
+@pytest.mark.parametrize("limit", [700, 5_000])
+def test_rows_read_most_often_claim_first(limit: int) -> None:
+    ours = RowTable.allocate(5_000, 5_000, CPU, Admission.FREQUENCY)
+    ours.control[Control.NOW] = 50
+    ours.touches.copy_(torch.randint(0, 256, ours.touches.shape, dtype=torch.uint8))
+    twin = twin_of(ours)
+    rows, taken = [], [set(), set()]
+    for row in torch.randperm(5_000).tolist():  # no two share a counter, so that their order does not matter
+        places = [int(place) for place in row_index.places_of(torch.tensor([row]), len(ours.touches))]
+        if len(rows) < 1_000 and not any(place in known for place, known in zip(places, taken, strict=True)):
+            rows.append(row)
+            for place, known in zip(places, taken, strict=True):
+                known.add(place)
+    missed = missed_of(ours, torch.tensor(rows).int())
+    claims, expected = claim_both(ours, twin, missed, limit, Admission.FREQUENCY)
+    num = min(1_000, limit)
+    assert int(claims.count) == int(expected.count)
+    assert torch.equal(claims.heat[:num], expected.heat[:num])
+    assert (claims.heat[: num - 1] >= claims.heat[1:num]).all()
+    assert len(claims.heat[:num].unique()) > 5
+    entry_of: list[dict[int, int]] = [
+        dict(zip(each.rows[:num].tolist(), each.entries[:num].tolist(), strict=True)) for each in (claims, expected)
+    ]
+    assert entry_of[0] == entry_of[1]
+    assert len(entry_of[0]) == num
+
+
+@pytest.mark.parametrize(("hand", "pages"), [(0, [2, 0, 3]), (11, [2, 0, 3]), (5, [1]), (0, [])])
+def test_the_window_begins_at_the_hand_and_ends_with_the_owned_slots(hand: int, pages: list[int]) -> None:
+    table, per_page = make_table(IndexForm.DENSE, SLOTS), SLOTS // 4
+    listed = torch.tensor([*pages, *[0] * (4 - len(pages))])
+    table.control[Control.HAND], table.control[Control.CAPACITY] = hand, len(pages) * per_page
+    owned = [page * per_page + i for page in pages for i in range(per_page)]
+    for module in (row_table, triton_row_table):
+        slots, heat = torch.full((20,), -5), torch.zeros(20)
+        module.window(table, listed, per_page, slots, heat)
+        num = min(20, len(owned))
+        assert slots[:num].tolist() == [owned[(hand + i) % len(owned)] for i in range(num)]
+        assert torch.equal(heat[:num], table.heat[slots[:num]])
+        assert (heat[num:] == UNUSABLE).all()
 
 
 def test_what_was_counted_for_a_row_outlives_its_eviction_and_fades(form: IndexForm) -> None:

@@ -207,7 +207,9 @@ class DeviceRowStage:
         self._kernels = kernels
         self.count_by_sequence = kernels.count_by_sequence
         self._copies = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
-        self._beside = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
+        # Beside reads from the host: reads of resident rows, and what the caller has to do.
+        self._residents = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
+        self._others = None if cache.stream is None else torch.cuda.Stream(arena.rows.device)
         self._written = None if cache.stream is None else torch.cuda.Event()
 
     def read(self, step: Assembly) -> DeviceReading:
@@ -244,15 +246,17 @@ class DeviceRowStage:
         arena, master, kernels = self.arena_rows, self._master_rows, self._kernels
         missed, repeats = lookup.missed, lookup.repeats
         self.cache.find(rows, lookup)
-        with fork(self._beside):
+        with fork(self._residents):
             kernels.gather_rows(arena, arena, lookup.sources, values)
+        with fork(self._others):
             if meanwhile is not None:
                 meanwhile()
         from_host = kernels.gather_host if is_alone else kernels.gather_few
         asked = missed if frames is None else _by_frame(missed, frames)
         from_host(arena, master, asked.sources, values, places=asked.places, count=asked.count)
         kernels.gather_rows(values, values, repeats.sources, values, places=repeats.places, count=repeats.count)
-        join(self._beside)
+        join(self._residents)
+        join(self._others)
 
     @property
     def tier(self) -> TieredRows | None:

@@ -15,6 +15,7 @@ class RowKernels:
     find: Callable[..., None]
     count_by_sequence: Callable[..., None]
     claim: Callable[..., None]
+    window: Callable[..., None]
     publish: Callable[..., None]
     gather_rows: Callable[..., None]
     gather_host: Callable[..., None]  # the same for rows that come over the bus, which needs part of the card
@@ -34,8 +35,9 @@ def row_kernels(name: str, recoding: Recoding | None = None) -> RowKernels:
         table, gather = row_table, row_gather.gather_rows
         find, load_pages = row_lookup.find, page_copy.load_pages
         from_host, write = partial(gather, recoding=recoding), partial(row_write.write_rows, recoding=recoding)
-        count = row_lookup.count_by_sequence
-        return RowKernels(find, count, table.claim, table.publish, gather, from_host, from_host, write, load_pages)
+        slots = (table.claim, table.window, table.publish)
+        moves = (gather, from_host, from_host, write, load_pages)
+        return RowKernels(find, row_lookup.count_by_sequence, *slots, *moves)
     # Triton is not everywhere.
     from helmrec.kernels import (  # noqa: PLC0415
         triton_page_copy,
@@ -54,6 +56,7 @@ def row_kernels(name: str, recoding: Recoding | None = None) -> RowKernels:
         triton_row_lookup.find,
         triton_row_lookup.count_by_sequence,
         triton_row_table.claim,
+        triton_row_table.window,
         triton_row_table.publish,
         triton_row_gather.gather_rows,
         partial(from_host, launch=triton_row_gather.BUS_ALONE),

@@ -118,6 +118,7 @@ def _num_counters(num_slots: int, admission: Admission) -> int:
 
 
 MOST_TOUCHES = 15  # that a counter can hold
+LEVELS = MOST_TOUCHES + 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,29 +132,33 @@ class Missed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claims:
-    """Missed rows to admit, unordered, up to the length of the tensors."""
+    """Missed rows to admit, up to the length of the tensors; with FREQUENCY hottest first, else unordered."""
 
     rows: Tensor  # (limit,) int32
     entries: Tensor  # (limit,) int32: where the step has read the row; ~entry if it may only take an empty slot
-    count: Tensor  # (1,) int32: number of claims, which may exceed `limit`
-    heat: Tensor  # (limit,) float32: of the row, with FREQUENCY; EMPTY where unused
+    heat: Tensor  # (limit,) float32: of the row, with FREQUENCY
+    counters: (
+        Tensor  # (1 + 2 * LEVELS,) int32: claims, which may exceed `limit`; scratch: claims by touches, and placed
+    )
+    touches: Tensor  # (limit,) int32, scratch
 
     @classmethod
     def allocate(cls, limit: int, device: torch.device) -> "Claims":
-        rows, entries, count = (torch.zeros(num, dtype=torch.int32, device=device) for num in (limit, limit, 1))
-        return cls(rows, entries, count, torch.full((limit,), EMPTY, device=device))
+        def zeros(num: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(num, dtype=dtype, device=device)
+
+        return cls(zeros(limit), zeros(limit), zeros(limit, torch.float32), zeros(1 + 2 * LEVELS), zeros(limit))
+
+    @property
+    def count(self) -> Tensor:  # (1,)
+        return self.counters[:1]
 
     def clear(self) -> None:
-        self.count.zero_()
-        self.heat.fill_(EMPTY)
+        self.counters.zero_()
 
     def first(self, num: int) -> "Claims":
         """Return claims of at most `num` rows in the same memory."""
-        return Claims(self.rows[:num], self.entries[:num], self.count, self.heat[:num])
-
-    def hottest_first(self) -> "Claims":
-        heat, order = self.heat.sort(descending=True, stable=True)
-        return Claims(self.rows[order], self.entries[order], self.count, heat)
+        return Claims(self.rows[:num], self.entries[:num], self.heat[:num], self.counters, self.touches[:num])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +173,7 @@ def claim(table: RowTable, missed: Missed, claims: Claims, *, admission: Admissi
     """List the missed rows that ask for a slot and are not resident; the caller has cleared `claims`.
 
     With SECOND_TOUCH only rows missed before claim, or any while slots are empty. With FREQUENCY every row claims with
-    a heat: that of a resident row that was read as often.
+    a heat, that of a resident row that was read as often, and the hottest come first.
     """
     if admission == Admission.FREQUENCY:
         _claim_by_frequency(table, missed, claims)
@@ -191,10 +196,11 @@ def _claim_by_frequency(table: RowTable, missed: Missed, claims: Claims) -> None
     rows, kept = ~missed.sources[:num].long(), min(num, len(claims.rows))
     touches = (counted_touches(table.touches, rows) + 1).clamp_max(MOST_TOUCHES)
     raise_touches(table.touches, rows, touches)
+    most, order = touches[:kept].sort(descending=True, stable=True)
     claims.count.fill_(num)
-    claims.rows[:kept] = rows[:kept].int()
-    claims.entries[:kept] = missed.places[:kept].int()
-    claims.heat[:kept] = table.control[Control.NOW].float() + touches[:kept].float().log2()
+    claims.rows[:kept] = rows[order].int()
+    claims.entries[:kept] = missed.places[order].int()
+    claims.heat[:kept] = table.control[Control.NOW].float() + most.float().log2()
 
 
 def counted_touches(touches: Tensor, rows: Tensor) -> Tensor:  # (rows,) int64
@@ -246,6 +252,18 @@ def publish(table: RowTable, claims: Claims, victims: Victims, copies: Tensor, *
     table.row_of[slots[given]] = rows[given].int()
     table.heat[slots[given]] = claims.heat[:num][given] if by_heat else now
     copies[:num] = torch.where(given, torch.where(entries >= 0, entries, ~entries), SKIP)
+
+
+def window(table: RowTable, pages: Tensor, rows_per_page: int, slots: Tensor, heat: Tensor) -> None:
+    """slots[i], heat[i] = the owned slot that is i places after the hand, and its heat; UNUSABLE if there are fewer.
+
+    pages: int64, the owned ones first. slots: int64.
+    """
+    capacity, hand = (table.control[i].long() for i in (Control.CAPACITY, Control.HAND))
+    places = torch.arange(len(slots), device=slots.device)
+    ordinals = (hand + places) % capacity.clamp_min(1)
+    slots.copy_(pages[ordinals // rows_per_page] * rows_per_page + ordinals % rows_per_page)
+    heat.copy_(torch.where(places < capacity, table.heat[slots], UNUSABLE))
 
 
 def _are_seen_again(seen: Tensor, generation: int, rows: Tensor) -> Tensor:  # (rows,) bool

@@ -23,18 +23,18 @@ from helmrec.kernels.row_gather import SKIP
 class Launch:
     """The number of programs, and the bytes that each has in flight."""
 
-    programs: int | None  # None: as many as the card holds at once
+    programs: int | None  # None: two on each multiprocessor
     tile_bytes: int
     num_warps: int
 
 
-ALONE = Launch(None, 16 << 10, 8)
-BUS_ALONE = Launch(
-    128, 16 << 10, 8
-)  # 2 MiB in flight, on an eighth of the card: the rest reads resident rows meanwhile
+# Reads from the host fill the queues of the card's memory long before they fill the card: what else runs then waits
+# behind them. So they have little more in flight than the bus needs, and reads of resident rows few programs, too.
+ALONE = Launch(None, 8 << 10, 4)
+BUS_ALONE = Launch(16, 64 << 10, 8)
 BESIDE_COMPUTE = Launch(8, 64 << 10, 8)
 _VECTOR = 16  # bytes of the widest load
-_WARPS_PER_MULTIPROCESSOR = 64
+_PER_MULTIPROCESSOR = 2
 _WORDS = (torch.int32, torch.int16, torch.uint8)
 
 # One argument a line would bury the kernels.
@@ -117,7 +117,7 @@ def gather_rows(
 
 def num_programs(num_entries: int, rows_at_once: int, launch: Launch, device: torch.device) -> int:
     """Return the size of the grid of a launch."""
-    return min(triton.cdiv(num_entries, rows_at_once), launch.programs or _full_grid(device, launch.num_warps))
+    return min(triton.cdiv(num_entries, rows_at_once), launch.programs or _grid_of(device))
 
 
 def as_words(*tensors: Tensor) -> list[Tensor]:
@@ -133,8 +133,8 @@ def _row_stride(rows: Tensor) -> int:
     return rows.stride(0) * rows.element_size()
 
 
-def _full_grid(device: torch.device, num_warps: int) -> int:
+def _grid_of(device: torch.device) -> int:
     if device.type != "cuda":
         return 1  # the interpreter runs programs one after the other
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count * (_WARPS_PER_MULTIPROCESSOR // num_warps)
+    return count * _PER_MULTIPROCESSOR

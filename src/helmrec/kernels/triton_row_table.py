@@ -22,7 +22,10 @@ from helmrec.kernels.row_table import (
 )
 from helmrec.kernels.triton_row_index import block_of, clear, insert, mixed, slots_of
 
+_WIDE = 1024  # slots of a program that does the same for each
+_LEVELLED = 256  # rows of a program that compares each with every number of touches
 _NOW, _GENERATION, _IS_FILLING = (tl.constexpr(int(i)) for i in (Control.NOW, Control.GENERATION, Control.IS_FILLING))
+_HAND, _CAPACITY = tl.constexpr(int(Control.HAND)), tl.constexpr(int(Control.CAPACITY))
 _ADMITTED, _EVICTED = tl.constexpr(int(RowTally.ADMITTED)), tl.constexpr(int(RowTally.EVICTED))
 _GHOSTS, _REFUSED = tl.constexpr(int(RowTally.GHOSTS)), tl.constexpr(int(RowTally.REFUSED))
 _SKIP, _ABSENT, _SECOND = tl.constexpr(SKIP), tl.constexpr(ABSENT), tl.constexpr(SECOND)
@@ -95,9 +98,9 @@ def _raise(touches, row, least, used, SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["limit"])
-def _claim_by_frequency_kernel(missed_sources, missed_places, missed_count, touches, control, claim_rows,
-                               claim_entries, claim_heat, count, limit, MOST: tl.constexpr, SIZE: tl.constexpr,
-                               BLOCK: tl.constexpr):
+def _weigh_kernel(missed_sources, missed_count, touches, claim_touches, counters, limit, MOST: tl.constexpr,
+                  SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Count a touch of each missed row, and the claims of each number of touches."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_missed = tl.load(missed_count)
     if tl.program_id(0) * BLOCK >= num_missed:
@@ -107,12 +110,45 @@ def _claim_by_frequency_kernel(missed_sources, missed_places, missed_count, touc
     num = tl.minimum(_counted(touches, row, missed, SIZE) + 1, MOST)
     _raise(touches, row, num, missed, SIZE)
     claimed = missed & (i < limit)
-    now = tl.load(control + _NOW).to(tl.float32)
-    tl.store(claim_rows + i, row, mask=claimed)
-    tl.store(claim_entries + i, tl.load(missed_places + i, mask=claimed, other=0).to(tl.int32), mask=claimed)
-    tl.store(claim_heat + i, now + tl.log2(num.to(tl.float32)), mask=claimed)
+    tl.store(claim_touches + i, num, mask=claimed)
+    level = tl.arange(0, MOST + 1)
+    of_each = (num[:, None] == level[None, :]) & claimed[:, None]
+    tl.atomic_add(counters + 1 + level, tl.sum(of_each.to(tl.int32), axis=0), sem="relaxed")
     if tl.program_id(0) == 0:
-        tl.store(count, num_missed)
+        tl.store(counters, num_missed)
+
+
+@triton.jit(do_not_specialize=["limit"])
+def _claim_hottest_first_kernel(missed_sources, missed_places, claim_touches, control, claim_rows, claim_entries,
+                                claim_heat, counters, limit, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    num_claims = tl.minimum(tl.load(counters), limit)
+    if tl.program_id(0) * BLOCK >= num_claims:
+        return
+    claimed = i < num_claims
+    num = tl.load(claim_touches + i, mask=claimed, other=0)
+    level = tl.arange(0, MOST + 1)
+    of_each = (num[:, None] == level[None, :]) & claimed[:, None]
+    ones = of_each.to(tl.int32)
+    placed = tl.atomic_add(counters + 2 + MOST + level, tl.sum(ones, axis=0), sem="relaxed")
+    in_level = tl.load(counters + 1 + level)
+    hotter = tl.sum(in_level, axis=0) - tl.cumsum(in_level, axis=0)
+    at = tl.sum(tl.where(of_each, tl.cumsum(ones, axis=0) - 1 + (hotter + placed)[None, :], 0), axis=1)
+    now = tl.load(control + _NOW).to(tl.float32)
+    tl.store(claim_rows + at, -1 - tl.load(missed_sources + i, mask=claimed, other=-1), mask=claimed)
+    tl.store(claim_entries + at, tl.load(missed_places + i, mask=claimed, other=0).to(tl.int32), mask=claimed)
+    tl.store(claim_heat + at, now + tl.log2(tl.maximum(num, 1).to(tl.float32)), mask=claimed)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _window_kernel(pages, control, heat, slots, slot_heat, num_slots, PER_PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    capacity = tl.load(control + _CAPACITY).to(tl.int64)
+    ordinal = (tl.load(control + _HAND).to(tl.int64) + i) % tl.maximum(capacity, 1)
+    page = tl.load(pages + ordinal // PER_PAGE, mask=i < num_slots, other=0)
+    slot = page * PER_PAGE + ordinal % PER_PAGE
+    tl.store(slots + i, slot, mask=i < num_slots)
+    tl.store(slot_heat + i, tl.load(heat + slot, mask=i < capacity, other=float("inf")), mask=i < num_slots)
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -163,22 +199,10 @@ def claim(table: RowTable, missed: Missed, claims: Claims, *, admission: Admissi
     num, limit, block = missed.sources.numel(), claims.rows.numel(), block_of(table.index)
     if not num:
         return
-    grid, wanted = (triton.cdiv(num, block),), (missed.sources, missed.places, missed.count)
     if admission == Admission.FREQUENCY:
-        _claim_by_frequency_kernel[grid](
-            *wanted,
-            table.touches,
-            table.control,
-            claims.rows,
-            claims.entries,
-            claims.heat,
-            claims.count,
-            limit,
-            MOST=MOST_TOUCHES,
-            SIZE=table.touches.numel(),
-            BLOCK=block,
-        )
+        _claim_by_frequency(table, missed, claims)
         return
+    grid, wanted = (triton.cdiv(num, block),), (missed.sources, missed.places, missed.count)
     _claim_kernel[grid](
         *wanted,
         table.index.data,
@@ -192,6 +216,32 @@ def claim(table: RowTable, missed: Missed, claims: Claims, *, admission: Admissi
         WORDS=table.seen.shape[1],
         IS_FILTERED=admission == Admission.SECOND_TOUCH,
         BLOCK=block,
+    )
+
+
+def _claim_by_frequency(table: RowTable, missed: Missed, claims: Claims) -> None:
+    limit, grid = claims.rows.numel(), (triton.cdiv(missed.sources.numel(), _LEVELLED),)
+    sizes = {"MOST": MOST_TOUCHES, "BLOCK": _LEVELLED}
+    _weigh_kernel[grid](
+        missed.sources,
+        missed.count,
+        table.touches,
+        claims.touches,
+        claims.counters,
+        limit,
+        SIZE=table.touches.numel(),
+        **sizes,
+    )
+    placed = (claims.rows, claims.entries, claims.heat, claims.counters)
+    _claim_hottest_first_kernel[grid](
+        missed.sources, missed.places, claims.touches, table.control, *placed, limit, **sizes
+    )
+
+
+def window(table: RowTable, pages: Tensor, rows_per_page: int, slots: Tensor, heat: Tensor) -> None:
+    num = slots.numel()
+    _window_kernel[(triton.cdiv(num, _WIDE),)](
+        pages, table.control, table.heat, slots, heat, num, PER_PAGE=rows_per_page, BLOCK=_WIDE
     )
 
 

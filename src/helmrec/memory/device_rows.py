@@ -84,7 +84,8 @@ class DeviceRows:
         self._claims = Claims.allocate(limit, device)
         self._copies = torch.zeros(limit, dtype=torch.int32, device=device)
         self._assigned = torch.zeros(limit, dtype=torch.int64, device=device)  # slots that the copies go to
-        self._window = torch.arange(min(_WINDOW * limit, num_slots), device=device)
+        window = min(_WINDOW * limit, num_slots)
+        self._window = torch.zeros(window, dtype=torch.int64, device=device), torch.zeros(window, device=device)
         self._now = 0.0
         self._age_at = 1.0  # NOW at which touches of absent rows count half
         self._generation = 0
@@ -131,7 +132,7 @@ class DeviceRows:
                 self.table.heat.sub_(self._now)
             self._age_at -= self._now
             self._now = 0.0
-        self._hand += self._window.numel()
+        self._hand += self._window_size
         return self._control(self._hand)
 
     def _time_of(self, num_rows: int) -> float:
@@ -160,10 +161,7 @@ class DeviceRows:
         claims, by_heat = self._claims.first(len(missed.sources)), self._policy.admission == Admission.FREQUENCY
         claims.clear()
         self._kernels.claim(self.table, missed, claims, admission=self._policy.admission)
-        claims = claims.hottest_first() if by_heat else claims
-        victims = self._coldest()
-        self._kernels.publish(self.table, claims, victims, self._copies, by_heat=by_heat)
-        self._assigned.copy_(victims.slots)
+        self._kernels.publish(self.table, claims, self._coldest(), self._copies, by_heat=by_heat)
 
     def keep(self, gathered: Tensor) -> None:
         """Copy the rows that were assigned slots from where the step has read them."""
@@ -173,13 +171,17 @@ class DeviceRows:
         )
 
     def _coldest(self) -> Victims:
-        """Return the coldest slots of the window, coldest first."""
-        capacity, hand = (self.table.control[i].long() for i in (Control.CAPACITY, Control.HAND))
-        slots = self._slots_at((hand + self._window) % capacity.clamp_min(1))
-        heat = torch.where(self._window < capacity, self.table.heat[slots], row_table.UNUSABLE)
+        """Return the coldest slots of the window, coldest first. They are valid until the next call."""
+        slots, heat = self._window
+        self._kernels.window(self.table, self._page_list, self._rows_per_page, slots, heat)
         heat, order = heat.sort(stable=True)
         limit = self._copies.numel()
-        return Victims(slots[order[:limit]], heat[:limit])
+        torch.index_select(slots, 0, order[:limit], out=self._assigned)
+        return Victims(self._assigned, heat[:limit])
+
+    @property
+    def _window_size(self) -> int:
+        return self._window[0].numel()
 
     def _slots_at(self, ordinals: Tensor) -> Tensor:
         """Return slots by their ordinal among the owned slots."""
@@ -210,7 +212,7 @@ class DeviceRows:
         start = len(self._pages)
         if self.num_resident >= self.capacity:
             self._empty_from = self.capacity
-            self._hand = self.capacity - self._window.numel()  # the next step advances it first
+            self._hand = self.capacity - self._window_size  # the next step advances it first
         self._pages += pages
         self._send(self._pages[start:], self._page_list[start : len(self._pages)])
 
