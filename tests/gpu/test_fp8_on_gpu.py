@@ -13,14 +13,14 @@ if not torch.cuda.is_available():
 
 from tests.kernels.coded_layer_cases import LayerCase
 from tests.kernels.fp8_project_cases import Product, live_values
-from tests.kernels.ragged_cases import Case, Heads, Lengths, coded, in_double, on, random_case, relative_error
+from tests.kernels.ragged_cases import Case, Heads, Lengths, coded, on, random_case, relative_error
 from tests.kernels.ragged_cases import layout as ragged_layout
 
-from helmrec.kernels import fused, hopper_fp8_attention, triton_fp8_layer
+from helmrec.kernels import hopper_fp8_attention, triton_fp8_layer
 from helmrec.kernels.attention_plan import multiplies_codes, plan_for
-from helmrec.kernels.kv_rounding import decode, query_lift, round_in_place
+from helmrec.kernels.coded_tokens import encode_tokens
+from helmrec.kernels.kv_rounding import query_lift, round_in_place
 from helmrec.kernels.layer import Form, LayerWeights
-from helmrec.kernels.triton_encode import encode_tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,23 +98,6 @@ def test_scales_of_any_size_are_applied(fresh: np.random.Generator) -> None:
     assert_close(attend(case), reference)
 
 
-def test_codes_are_those_of_the_twin(fresh: np.random.Generator) -> None:
-    case = coded(
-        random_case(fresh, MIXED, Heads(4, 128, 128), 128, torch.bfloat16, device="cuda"), FP8, transposed=True
-    )
-    case.k[5, 1, 3], case.v[40, 0, 0], case.q[7, 2, 2] = torch.inf, torch.nan, torch.inf
-    twin = case._replace(**{name: getattr(case, name).clone() for name in ("q", "k", "v", "k_pages", "v_pages")})
-    round_in_place(twin.q, FP8, query_lift(twin.q.shape[2]))
-    twin.append()
-    tokens = encode_tokens(*case)
-    codes = tokens.q.codes, tokens.k.codes, tokens.values(case.batch)
-    for ours, exponents, theirs in zip(codes, (each.exponents for each in tokens), twin[:3], strict=True):
-        values = decode(ours, exponents.T, torch.bfloat16)[: case.num_live]
-        assert torch.equal(values.nan_to_num(9.0), theirs[: case.num_live].nan_to_num(9.0))
-    for one, other in zip(case[3:5], twin[3:5], strict=True):
-        assert torch.equal(in_double(one).nan_to_num(9.0), in_double(other).nan_to_num(9.0))
-
-
 def test_a_token_that_is_not_finite_harms_only_rows_that_see_it(fresh: np.random.Generator) -> None:
     lengths = [Lengths(0, 300, 40), Lengths(0, 300, 40)]
     case = coded(
@@ -147,7 +130,7 @@ def test_scores_are_the_same_resident_or_not_and_alone_or_in_a_batch(dim: int, f
 
 
 @pytest.mark.parametrize(("dim", "depth", "page_tokens"), [(128, 512, 128), (256, 1024, 128), (64, 256, 64)])
-def test_a_product_ends_in_the_codes_that_encoding_apart_makes(dim: int, depth: int, page_tokens: int) -> None:
+def test_a_product_ends_in_the_codes_of_the_twin(dim: int, depth: int, page_tokens: int) -> None:
     product = Product(dim, page_tokens, 4, depth, "cuda")
     ours, theirs = product.pages(), product.pages()
     found, expected = product.together("concat", ours), product.apart("concat", theirs)
@@ -178,15 +161,11 @@ def layers_of(dim: int, form: Form) -> LayerCase:
     return LayerCase(dim, Heads(4, dim // 4, dim // 4), form, lengths, 128, 1000.0, "cuda")
 
 
-@pytest.mark.parametrize("from_product", [False, True])
 @pytest.mark.parametrize(
     ("dim", "form", "kv_dtype"),
     [(512, "concat", FP8), (1024, "concat", FP8), (1024, "gated", FP8), (512, "gated", torch.bfloat16)],
 )
-def test_a_layer_matches_the_twin(
-    dim: int, form: Form, kv_dtype: torch.dtype, from_product: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fused, "CODES_FROM_PRODUCT", from_product)
+def test_a_layer_matches_the_twin(dim: int, form: Form, kv_dtype: torch.dtype) -> None:
     error = layers_of(dim, form).error(torch.bfloat16, kv_dtype)
     print(f"error {error:.4f}")  # noqa: T201
     assert error < 0.05

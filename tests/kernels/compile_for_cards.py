@@ -18,8 +18,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from helmrec.kernels import hopper_attention, hopper_fp8_attention, triton_append, triton_attention, triton_encode
+from helmrec.kernels import hopper_attention, hopper_fp8_attention, triton_append, triton_attention, triton_fp8_project
 from helmrec.kernels.attention_plan import AttentionInputs, plan_for
+from helmrec.kernels.coded_tokens import encode_tokens
+from tests.kernels.fp8_project_cases import Product
 from tests.kernels.ragged_cases import Heads, Lengths, coded, random_case
 
 HOPPER = 90
@@ -65,12 +67,17 @@ class CompileOnly:
         return compile_it
 
 
+def as_on_hopper(like: torch.Tensor) -> bool:
+    """Stands in for `is_native`, which asks the card."""
+    return True
+
+
 FOR_HOPPER = [
     (module, name, getattr(module, name))
     for module, name in (
         (hopper_attention, "_attention_kernel"),
         (hopper_fp8_attention, "_attention_kernel"),
-        (triton_encode, "_encode_kernel"),
+        (triton_fp8_project, "_project_kernel"),
     )
 ]
 
@@ -84,13 +91,16 @@ def compile_for_hopper(width: int, page_tokens: int) -> None:
     for module, name, kernel in FOR_HOPPER:
         setattr(module, name, CompileOnly(kernel, f"hopper {width}, pages of {page_tokens}"))
     hopper_attention.launch(AttentionInputs(*plain[:5]), plain.batch, out, plan, 0.1, 10.0)
-    tokens, plan = triton_encode.encode_tokens(*case), plan_for(*plain[:3:2], plain.batch, "codes")
+    tokens, plan = encode_tokens(*case), plan_for(*plain[:3:2], plain.batch, "codes")
     hopper_fp8_attention.launch(tokens, (case.k_pages, case.v_pages), case.batch, out, plan, (0.1, 10.0))
+    product = Product(width, page_tokens, heads=4, depth=4 * width)
+    product.together("concat", product.pages())
 
 
 def num_variants() -> int:
-    """Compile attention and encoding for batches whose sizes differ in everything the compiler may look at."""
+    """Compile attention and projection for batches whose sizes differ in everything the compiler may look at."""
     driver.set_active(AbsentCard(HOPPER))
+    setattr(triton_fp8_project, "is_native", as_on_hopper)  # noqa: B010 - the module only imports it
     kernels = [CompileOnly(kernel, "variants") for _, _, kernel in FOR_HOPPER[1:]]
     for (module, name, _), kernel in zip(FOR_HOPPER[1:], kernels, strict=True):
         setattr(module, name, kernel)
@@ -100,9 +110,12 @@ def num_variants() -> int:
         case = coded(plain, torch.float8_e4m3fn, transposed=True)
         starts = torch.cat([torch.zeros(num_context, dtype=torch.int32), case.batch.cu_tokens])[num_context:]
         case = case._replace(batch=replace(case.batch, cu_tokens=starts))  # at any address
-        tokens, plan = triton_encode.encode_tokens(*case), plan_for(*plain[:3:2], plain.batch, "codes")
+        tokens, plan = encode_tokens(*case), plan_for(*plain[:3:2], plain.batch, "codes")
         pages, out = (case.k_pages, case.v_pages), torch.empty(plain.v.shape, dtype=plain.v.dtype)
         hopper_fp8_attention.launch(tokens, pages, case.batch, out, plan, (0.1, 10.0))
+        product = Product(64, 64, heads=4, lengths=lengths)
+        product.batch = replace(product.batch, cu_tokens=case.batch.cu_tokens)
+        product.together("concat", product.pages())
     return sum(len(kernel.variants) for kernel in kernels)
 
 
@@ -121,6 +134,7 @@ def main(capability: int) -> None:
             triton_append.append_kv(*case[1:])
             triton_attention.attend(*case, scale=0.1, normaliser=10.0)
     if capability == HOPPER:
+        setattr(triton_fp8_project, "is_native", as_on_hopper)  # noqa: B010 - the module only imports it
         for width in (64, 128, 256):
             for page_tokens in (32, 64, 128):
                 compile_for_hopper(width, page_tokens)

@@ -25,7 +25,7 @@ def compile_for_cards(argument: str) -> str:
 @pytest.mark.slow
 def test_batches_of_all_sizes_share_one_compilation() -> None:
     """A serving process compiles before it is ready, so a size of its own for each batch would be a pause."""
-    assert compile_for_cards("variants").splitlines()[-1] == "2 variants"  # attention and encoding
+    assert compile_for_cards("variants").splitlines()[-1] == "2 variants"  # attention and projection
 
 
 @pytest.mark.slow
@@ -34,10 +34,10 @@ def test_kernels_compile_for(capability: int, products: str) -> None:
     printed = compile_for_cards(str(capability))
     lines = [line for line in printed.splitlines() if "bytes" in line]
     portable = 2 + 2 + 2  # of each width: append and attention in three types
-    for_hopper = 3 * 3 * 3  # bf16, fp8 and encode, of three widths and three page sizes
+    for_hopper = 3 * 3 * 3  # bf16, fp8 and projection, of three widths and three page sizes
     assert len(lines) == (2 * portable + for_hopper if capability == 90 else portable), printed
     for line in lines:
         found = re.search(r": (\d+) bytes", line)
         assert found is not None
         assert int(found[1]) <= SHARED_BYTES[capability], line
-        assert products in line or "append" in line or "encode" in line, line
+        assert products in line or "append" in line, line

@@ -184,7 +184,7 @@ def test_rows_read_most_often_claim_first(limit: int) -> None:
     ours.control[Control.NOW] = 50
     ours.touches.copy_(torch.randint(0, 256, ours.touches.shape, dtype=torch.uint8))
     twin = twin_of(ours)
-    rows, taken = [], [set(), set()]
+    rows, taken = list[int](), (set[int](), set[int]())
     for row in torch.randperm(5_000).tolist():  # no two share a counter, so that their order does not matter
         places = [int(place) for place in row_index.places_of(torch.tensor([row]), len(ours.touches))]
         if len(rows) < 1_000 and not any(place in known for place, known in zip(places, taken, strict=True)):

@@ -13,11 +13,8 @@ from helmrec.kernels.layer import LayerShape, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.kernels.triton_append import append_kv
 from helmrec.kernels.triton_attention import attend
-from helmrec.kernels.triton_encode import encode_tokens
 from helmrec.kernels.triton_fp8_project import project_codes
 from helmrec.kernels.triton_layer import gate_output, joined_buffer, project
-
-CODES_FROM_PRODUCT = False  # whether the projection of a coded layer ends in codes, or a pass of its own makes them
 
 
 def run_layers(
@@ -70,11 +67,7 @@ def _run_coded_layer(
     in_codes = has_plain_scores and has_equal_heads and multiplies_codes(o, o, k_pages, v_pages)
     if in_codes and isinstance(k_pages, ScaledPages) and isinstance(v_pages, ScaledPages):
         plan = plan_for(o, o, batch, "codes") if batch.plan is None else batch.plan
-        if CODES_FROM_PRODUCT:
-            u, tokens = project_codes(x, delta, weights, shape.form, (k_pages, v_pages), batch)
-        else:
-            u, v, q, k = triton_fp8_layer.project(x, delta, weights, shape.form, shape.num_heads)
-            tokens = encode_tokens(q, k, v, k_pages, v_pages, batch)
+        u, tokens = project_codes(x, delta, weights, shape.form, (k_pages, v_pages), batch)
         hopper_fp8_attention.launch(tokens, (k_pages, v_pages), batch, o, plan, (shape.scale, shape.normaliser))
         return triton_fp8_layer.gate_output(u, o.flatten(1), weights, shape.form)
     u, v, q, k = triton_fp8_layer.project(x, delta, weights, shape.form, shape.num_heads)

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from helmrec.kernels.attention_plan import AttentionPlan
+from helmrec.kernels.coded_tokens import OWN_TOKENS, CodedTokens
 from helmrec.kernels.hopper_scales import lay_out_scales
 from helmrec.kernels.hopper_tiles import (
     fetch,
@@ -41,7 +42,6 @@ from helmrec.kernels.hopper_tiles import (
 from helmrec.kernels.hopper_weights import as_operand, ceilings_of, pack, power_of_two, weigh
 from helmrec.kernels.kv_rounding import ScaledPages, query_lift
 from helmrec.kernels.ragged import RaggedBatch
-from helmrec.kernels.triton_encode import OWN_TOKENS, CodedTokens
 from helmrec.kernels.work_list import FIELDS
 
 _SHARED_BYTES = 222 * 1024  # for queries and rings; scales and barriers need a little more
@@ -125,7 +125,7 @@ def _clear_dead_values(values, layout, length, block, BLOCK_N: gl.constexpr, DIM
     if live < BLOCK_N:
         threads: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_N, BLOCK_N // 16], [4, 1], [1, 0])
         places = gl.arange(0, BLOCK_N, gl.SliceLayout(0, threads))
-        tokens = (places & ~15) | ((places & 12) >> 1) | ((places & 2) << 2) | (places & 1)  # as `token_at`
+        tokens = (places & ~15) | ((places & 12) >> 1) | ((places & 2) << 2) | (places & 1)  # whose lane order this is
         for i in gl.static_range(DIM // 32):
             part = values.slice(i * 32, 32)
             codes = part.load(threads).to(gl.uint8, bitcast=True)

@@ -2,7 +2,7 @@
 
 A tile of the product holds one head of some tokens of one sequence, so its rows are what one scale is of. Q, K and V
 therefore never leave the card's registers in sixteen bits. The twin is `project` of `triton_fp8_layer.py` followed by
-`encode_tokens`, with one difference: a key or value that is not finite isolates its own head, not the whole token. Rows
+`encode_tokens` of `coded_tokens.py`. A key or value that is not finite isolates its own head, not the whole token: rows
 that see the token are not finite in that head, which the norm of the gate spreads to all heads.
 """
 
@@ -19,15 +19,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helmrec.codes import NAN_EXPONENT
+from helmrec.kernels.coded_tokens import OWN_TOKENS, CodedTokens, num_blocks
 from helmrec.kernels.kv_rounding import Codes, ScaledPages, query_lift
 from helmrec.kernels.layer import CodedWeight, Form, LayerWeights
 from helmrec.kernels.ragged import RaggedBatch
-from helmrec.kernels.triton_encode import OWN_TOKENS, CodedTokens, first_value_block, sequence_at
 from helmrec.kernels.triton_fp8_layer import CodedRows, is_native, normed, silu
 from helmrec.kernels.triton_rounding import FP8, encode_finite, exponent_of, lane_order, power_of_two
 
 _FP8, _NAN_EXPONENT = tl.constexpr(FP8), tl.constexpr(NAN_EXPONENT)
-_BEYOND = tl.constexpr(0x7F780000)  # as in `triton_encode.py`: this and more is infinite in bfloat16 once rounded
+_BEYOND = tl.constexpr(0x7F780000)  # 31 * 2**123; rounded to eight bits, this and more is infinite in bfloat16
 
 
 class Tile(NamedTuple):
@@ -45,6 +45,26 @@ TILES = {64: Tile(128, 128, 8, 4, 128), 128: Tile(128, 128, 8, 3, 128), 256: Til
 
 # One argument a line would bury the kernels.
 # fmt: off
+
+
+@triton.jit
+def _first_value_block(start, sequence, OWN_TOKENS: tl.constexpr):
+    """Where the own values of a sequence begin, in blocks of OWN_TOKENS: every sequence begins a new one."""
+    return (start + OWN_TOKENS - 1) // OWN_TOKENS + sequence
+
+
+@triton.jit
+def _sequence_at(block, cu_tokens, num_sequences, OWN_TOKENS: tl.constexpr):
+    """The last sequence whose own values begin in this block or before it, and where its tokens begin and end."""
+    sequence, start, end = -1, 0, 2147483647
+    for first in range(0, num_sequences + 1, 32):
+        each = first + tl.arange(0, 32)
+        starts = tl.load(cu_tokens + each, mask=each <= num_sequences, other=2147483647)
+        begins = (each < num_sequences) & ((each == 0) | (_first_value_block(starts, each, OWN_TOKENS) <= block))
+        sequence += tl.sum(begins.to(tl.int32), axis=0)
+        start = tl.maximum(start, tl.max(tl.where(begins, starts, 0), axis=0))
+        end = tl.minimum(end, tl.min(tl.where(begins, 2147483647, starts), axis=0))
+    return sequence, start, end
 
 
 @triton.jit
@@ -139,8 +159,8 @@ def _project_kernel(rows, weight, scale, out_scale, bias, u, flats, pages, expon
     output = tl.program_id(0) % (4 * NUM_HEADS)
     part, head = tl.program_id(0) // (4 * NUM_HEADS), output % NUM_HEADS
     block, chunk = part // (OWN_TOKENS // ROWS), part % (OWN_TOKENS // ROWS) * ROWS
-    sequence, start, end = sequence_at(block, cu_tokens, num_sequences, OWN_TOKENS)
-    first_token = start + (block - first_value_block(start, sequence, OWN_TOKENS)) * OWN_TOKENS + chunk
+    sequence, start, end = _sequence_at(block, cu_tokens, num_sequences, OWN_TOKENS)
+    first_token = start + (block - _first_value_block(start, sequence, OWN_TOKENS)) * OWN_TOKENS + chunk
     if first_token < end:
         tokens = (first_token + tl.arange(0, ROWS)).to(tl.int64)
         outputs = output * DIM + tl.arange(0, DIM)
@@ -218,8 +238,8 @@ def encode_product(
     tile, native = Tile(*TILES[dim]), is_native(rows.codes)
     assert v_pages.in_lane_order, "attention on codes reads values with tokens side by side"
     assert depth % 16 == 0, f"the copy engine reads rows of whole 16 bytes, got {depth}"
-    num_blocks = triton.cdiv(num_tokens, OWN_TOKENS) + batch.num_sequences  # as in `encode_tokens`
-    shapes = ((num_tokens, num_heads, dim),) * 2 + ((num_blocks, num_heads, dim, OWN_TOKENS),)
+    blocks = num_blocks(num_tokens, batch.num_sequences)
+    shapes = ((num_tokens, num_heads, dim),) * 2 + ((blocks, num_heads, dim, OWN_TOKENS),)
     codes = [torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes]
     exponents = [torch.empty((num_heads, num_tokens), dtype=torch.uint8, device=device) for _ in range(3)]
     u = torch.empty((num_tokens, num_heads * dim), dtype=bias.dtype, device=device)
@@ -228,7 +248,7 @@ def encode_product(
     left, right = (
         each.view(torch.float8_e4m3fn) if native else each.view(torch.uint8) for each in (rows.codes, weight.codes)
     )
-    grid = (num_blocks * (OWN_TOKENS // tile.rows) * 4 * num_heads,)
+    grid = (blocks * (OWN_TOKENS // tile.rows) * 4 * num_heads,)
     _project_kernel[grid](
         TensorDescriptor(left, list(left.shape), [depth, 1], [tile.rows, tile.depth]),
         TensorDescriptor(right, list(right.shape), [depth, 1], [dim, tile.depth]),

@@ -32,12 +32,6 @@ def lane_order(token):
 
 
 @triton.jit
-def token_at(place):
-    """The token whose `lane_order` is this place."""
-    return (place & ~15) | ((place & 12) >> 1) | ((place & 2) << 2) | (place & 1)
-
-
-@triton.jit
 def exponent_of(peak, FORMAT: tl.constexpr):
     """Exponents of the scales for these largest absolute values, float32."""
     bits = peak.to(tl.int32, bitcast=True)

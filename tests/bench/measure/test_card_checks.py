@@ -47,7 +47,7 @@ def test_times_are_shown_before_the_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(precision, "failed_checks", lambda *_, limit_s: ["FAILED one"])
-    monkeypatch.setattr(precision, "layer_times", lambda keep: keep(LAYERS))
+    monkeypatch.setattr(precision, "layer_times", lambda keep, meta: keep(LAYERS))
     out = tmp_path / "found.json"
     flags = REGISTERED["precision"].parse(["--only", "checks", "layers", "--out", str(out)])
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""Times of attention alone: in bfloat16, and over codes of eight bits with the pass that makes them apart."""
+"""Times of attention alone: in bfloat16, and over codes of eight bits."""
 
 import statistics
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from helmrec.kernels.attention_plan import plan_for
+from helmrec.kernels.coded_tokens import encode_tokens
 from helmrec.kernels.kv_rounding import ScaledPages, empty_pages
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec_bench.measure.cards.kernels import times_ms
@@ -15,15 +16,15 @@ HEADS = 4
 
 
 def attention_times() -> list[dict[str, Any]]:
-    """Time attention alone, nothing cached: in bfloat16, and over codes with the pass that encodes them apart."""
+    """Time attention alone, nothing cached: in bfloat16, and over codes."""
     rows = []
     for dim, tokens, candidates in ((128, 6_700, 2_048), (256, 4_096, 256)):
         plain = AttentionRun.random(dim, tokens, candidates)
         pairs = 8 * (tokens * (tokens + 1) // 2 + candidates * (tokens + 1))
         operations = 4 * HEADS * dim * pairs
-        timed = {"bf16": plain.in_bf16, "encode": plain.encode, "fp8": plain.in_fp8}
+        timed = {"bf16": plain.in_bf16, "fp8": plain.in_fp8}
         found = {name: statistics.median(times_ms(run)) for name, run in timed.items()}
-        rates = {f"{name} tflops": round(operations / ms / 1e9) for name, ms in found.items() if name != "encode"}
+        rates = {f"{name} tflops": round(operations / ms / 1e9) for name, ms in found.items()}
         rows.append({"dim": dim, **{f"{name} ms": round(ms, 4) for name, ms in found.items()}, **rates})
     return rows
 
@@ -36,7 +37,7 @@ class AttentionRun:
         self._q, self._k, self._v = projected.unbind(1)
         self._pages, self._batch, self._plan = (pages[0], pages[1]), batch, plan_for(self._q, self._v, batch)
         self._codes_plan = plan_for(self._q, self._v, batch, "codes")
-        self._tokens = self.encode()
+        self._tokens = encode_tokens(self._q, self._k, self._v, *self._pages, batch)
         self._out = torch.empty_like(self._v)
 
     @classmethod
@@ -56,12 +57,6 @@ class AttentionRun:
         fp8, device = torch.float8_e4m3fn, projected.device
         pages = [empty_pages(shape, fp8, device, transposed=transposed) for transposed in (False, True)]
         return cls(projected, [each for each in pages if isinstance(each, ScaledPages)], batch)
-
-    def encode(self) -> Any:
-        from helmrec.kernels.triton_encode import encode_tokens  # noqa: PLC0415 - triton is not on every machine
-
-        k_pages, v_pages = self._pages
-        return encode_tokens(self._q, self._k, self._v, k_pages, v_pages, self._batch)
 
     def in_fp8(self) -> None:
         from helmrec.kernels import hopper_fp8_attention  # noqa: PLC0415 - triton is not on every machine

@@ -37,7 +37,7 @@ TIMED = (  # of `kernels`: the shapes whose times low precision is to cut
     "dlrmv3 8 x 6668 of 6700 cached, 2048",
     "nvidia-bench 8 x 3968 of 4096 cached, 256",
 )
-_PROFILED = {"bf16", "fp8-layers", "codes from product"}
+_PROFILED = {"bf16", "fp8-layers"}
 
 
 def batch_of(sequences: list[Sequence]) -> RaggedBatch:
@@ -143,16 +143,14 @@ class Variant(NamedTuple):
 
 
 _KERNELS, _LAYERS = "helmrec.kernels", LOW_PRECISIONS["fp8-layers"]
-_PRODUCT = ((f"{_KERNELS}.fused.CODES_FROM_PRODUCT", True),)
 _TILES = f"{_KERNELS}.triton_fp8_project.TILES"
 VARIANTS = {
     "bf16": Variant(FULL_PRECISION),
     "fp8-products": Variant(LOW_PRECISIONS["fp8-products"]),
     "fp8-layers": Variant(_LAYERS),
     "blocks of 64": Variant(_LAYERS, ((f"{_KERNELS}.attention_plan.BLOCK_OF_CODES", 64),), (TIMED[0], TIMED[5])),
-    "codes from product": Variant(_LAYERS, _PRODUCT),
-    "small tiles": Variant(_LAYERS, (*_PRODUCT, (_TILES, {128: (64, 128, 4, 4, 128), 256: (64, 128, 4, 2, None)}))),
-    "few warps": Variant(_LAYERS, (*_PRODUCT, (_TILES, {128: (128, 128, 4, 3, None), 256: (128, 64, 8, 3, None)}))),
+    "small tiles": Variant(_LAYERS, ((_TILES, {128: (64, 128, 4, 4, 128), 256: (64, 128, 4, 2, None)}),)),
+    "few warps": Variant(_LAYERS, ((_TILES, {128: (128, 128, 4, 3, None), 256: (128, 64, 8, 3, None)}),)),
 }
 
 
