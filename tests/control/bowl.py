@@ -21,6 +21,7 @@ class Bowl:
     kv_scale: float = 0.3  # as much for computed tokens
     rate: float = 20.0  # requests per second
     noise: float = 0.0  # relative, of measured latency and misses
+    filled: float = 0.01  # share of the pool that is in use: what a move costs
 
     def computed(self, alpha: float) -> float:
         return TOKENS * float(np.exp(-(1 - alpha) / self.kv_scale))
@@ -73,6 +74,8 @@ class Bowl:
             pool_bytes=1 << 30,
             num_pages=1 << 16,
             page_tokens=16,
+            resident_rows=round(self.filled * alpha * (1 << 20)),
+            kv_pages=round(self.filled * (1 - alpha) * (1 << 16)),
             kv_token_hit_rate=1 - computed / TOKENS,
             emb_hit_rate=1 - missed / ROWS,
             new_tokens_per_request=computed,

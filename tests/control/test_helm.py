@@ -140,10 +140,11 @@ def test_only_moves_that_were_made_are_recorded() -> None:
     stays, goes = Helm(), Helm()
     asked = [stays.decide(CALM.window(0.1, float(second))) for second in range(20)]  # somebody holds the boundary
     assert any(move is not None for move in asked)
-    assert not stays.moves.records
+    assert stays.moves.last is None
     path = driven(goes, CALM, 0.1, 20)
-    assert goes.moves.records[-1].layer == "residual"
-    assert goes.moves.records[-1].alpha == path[-1]
+    assert goes.moves.last is not None
+    assert goes.moves.last.layer == "residual"
+    assert goes.moves.last.alpha == path[-1]
 
 
 def test_a_frozen_base_of_another_kind_takes_part_in_every_layer() -> None:
@@ -161,23 +162,24 @@ def test_a_move_is_followed_until_its_gain_is_known() -> None:
     driven(policy, CALM, 0.1, 90)
     helm = policy.policy
     assert isinstance(helm, Helm)
-    first = helm.moves.records[0]
-    assert first.start == 0.1
-    assert first.alpha == pytest.approx(CALM.best(), abs=0.1)
-    assert first.predicted_gain_ms > 0
-    assert first.realised_gain_ms is not None
-    assert first.realised_gain_ms > 0
+    move = helm.moves.last
+    assert move is not None
+    assert move.start == 0.1
+    assert move.alpha == pytest.approx(CALM.best(), abs=0.1)
+    assert move.predicted_gain_ms > 0
+    assert move.realised_gain_ms is not None
+    assert move.realised_gain_ms > 0
 
 
 def test_what_was_seen_is_forgotten_on_reset() -> None:
     helm = Helm()
     driven(helm, CALM, 0.1, 20)
     assert helm.model.estimator.costs is not None
-    assert helm.moves.records
+    assert helm.moves.last is not None
     helm.reset()
     assert helm.model.estimator.costs is None
     assert (helm.explanation, helm.prediction) == (None, None)
-    assert not helm.moves.records
+    assert helm.moves.last is None
 
 
 def test_what_was_learned_is_there_after_a_restart() -> None:

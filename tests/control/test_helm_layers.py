@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helmrec.control.latency import ALPHAS, Bias, LatencyModel, Prediction
-from helmrec.control.layers import JUDGED_S, MIN_GAIN, SETTLED, Bursts, Judged, Net, Residual, Rule, View, propose
+from helmrec.control.layers import EQUAL, SETTLED, Bursts, Payback, Proposal, Residual, Rule, View, propose
 from helmrec.control.moves import MoveLog
 from helmrec.control.policy import WindowStats
 from helmrec.steps import Step
@@ -38,25 +38,22 @@ def test_the_rule_goes_where_latency_is_least() -> None:
     assert chosen(bowl, window(0.7)) == pytest.approx(ALPHAS[np.abs(ALPHAS - 0.3).argmin()], abs=0.035)
 
 
-def test_the_rule_stays_for_less_than_the_least_gain() -> None:
-    equal = 10 * (1 + 1.9 * MIN_GAIN)  # of the least at ALPHAS[3], and nearer the middle
-    for share, expected in ((0.9, 0.5), (1.1, ALPHAS[10])):
-        latency = np.full(ALPHAS.size, equal / (1 - share * MIN_GAIN))
-        latency[[3, 10]] = 10, equal
-        assert chosen(latency, window(0.5)) == expected
-
-
 def test_of_equals_the_rule_takes_the_one_nearest_the_middle() -> None:
     two = FLAT.copy()
     two[[2, 20]] = 5.0
     assert chosen(two, window(0.5)) == chosen(two, window(0.1)) == ALPHAS[20]
-    two[2] = 5.0 * (1 - 2.1 * MIN_GAIN)
+    two[2] = 5.0 / (1 + 1.1 * EQUAL)
     assert chosen(two, window(0.5)) == ALPHAS[2]
 
 
 def test_the_rule_goes_back_to_the_middle_when_nothing_is_lost_there() -> None:
     assert chosen(FLAT, window(0.9)) == pytest.approx(0.5, abs=0.02)
-    assert chosen(FLAT, window(0.52)) == 0.52
+
+
+def test_the_rule_stays_where_latency_is_less_than_at_an_equal_about_as_near_to_the_middle() -> None:
+    slope = FLAT * (1 + EQUAL * ALPHAS)  # all splits are equals, the lowest is the best
+    assert chosen(slope, window(0.47)) == 0.47
+    assert chosen(slope, window(0.3)) == pytest.approx(0.5, abs=0.02)
 
 
 def test_in_a_burst_the_rule_moves_for_a_gain_only() -> None:
@@ -86,9 +83,9 @@ def test_a_proposal_says_what_it_is_predicted_to_gain() -> None:
     assert made.reason == "predicts 11.00 ms there, 15.00 ms here"
 
 
-def model_of(served: Served = SERVED) -> LatencyModel:
+def model_of(served: Served = SERVED, seconds: int = 5) -> LatencyModel:
     model = LatencyModel()
-    for second in range(5):
+    for second in range(seconds):
         model.update(served.window(0.5, float(second)))
     return model
 
@@ -149,27 +146,6 @@ def mixed(bursts: Bursts, seconds: range, rate: int, newest_ms: FloatArray = FLA
         bursts.note(at, rate * FLAT, predicted_ms=None)
         found = bursts.mix(at, prediction(newest_ms), FLAT)
     return found
-
-
-def test_small_gains_are_judged_by_a_long_average() -> None:
-    judged, better = Judged(), FLAT * np.where(ALPHAS < 0.3, 0.97, 1.0)
-    for second in range(60):
-        judged.add(FLAT, window(start_s=float(second)))
-    for second in range(60, 60 + int(JUDGED_S)):
-        found = judged.add(better, window(start_s=float(second)))
-    assert found.min() == pytest.approx((FLAT.min() + better.min()) / 2, rel=0.002)
-
-
-def test_a_large_gain_of_the_last_seconds_counts_alone() -> None:
-    judged, better = Judged(), FLAT * np.where(ALPHAS < 0.3, 0.5, 1.0)
-    for second in range(60):
-        judged.add(FLAT, window(start_s=float(second)))
-    for second in range(60, 66):
-        found = judged.add(better, window(start_s=float(second)))
-    assert found.min() < 1.2 * better.min()
-    for second in range(66, 72):  # at the new split nothing is to be gained, and what was before stays forgotten
-        found = judged.add(better, window(0.2, start_s=float(second)))
-    assert found.min() < 1.1 * better.min()
 
 
 def test_without_a_burst_nothing_is_mixed_in() -> None:
@@ -280,6 +256,68 @@ def test_bursts_that_go_on_from_others_are_those() -> None:
     np.testing.assert_array_equal(mixed(second, range(70, 75), 200), mixed(first, range(70, 75), 200))
 
 
+MODEL = model_of(seconds=10)  # its costs are known
+
+
+def paid_path(payback: Payback, gain: float, seconds: int, *, start: float = 0.3, filled: float = 1.0) -> list[float]:
+    """Where payback goes, second by second, on the way to 0.7, where requests take `gain` less of their time."""
+    alpha, path = start, list[float]()
+    for second in range(seconds):
+        at = view_of_pool(alpha, float(second), filled)
+        wanted = Proposal("base", 0.7, "", gain * 10.0 * (0.7 - alpha) / 0.4)
+        paid = payback.propose(at, wanted, MODEL)
+        alpha = wanted.alpha if paid is None else paid.alpha
+        path.append(alpha)
+    return path
+
+
+def view_of_pool(alpha: float, second: float, filled: float = 1.0, *, is_burst: bool = False, queued: int = 0) -> View:
+    at = Served(Bowl(filled=filled)).window(alpha, second)
+    at = replace(at, traffic=replace(at.traffic, num_queued=queued))
+    return View(at, prediction(FLAT), 60.0, is_burst=is_burst)
+
+
+def test_a_move_waits_until_staying_has_cost_what_half_of_it_costs() -> None:
+    payback = Payback()
+    path = paid_path(payback, gain=0.02, seconds=600)
+    moves = [(second, alpha) for second, alpha in enumerate(path) if alpha != ([0.3, *path])[second]]
+    first_s, first = moves[0]
+    at = view_of_pool(0.3, 0.0)
+    lost_ms = 0.02 * 10.0 * at.window.traffic.arrival_rate * (first_s + 1)
+    assert first_s > 1
+    assert 2 * MODEL.fill_ms(at.window) * (first - 0.3) == pytest.approx(lost_ms)
+    stops = list(dict.fromkeys(path))
+    assert all(alpha - before > 0.999 * SETTLED for before, alpha in itertools.pairwise(stops[:-1]))
+    assert stops[-1] == 0.7
+
+
+def test_the_larger_the_gain_the_sooner_a_move_is_made() -> None:
+    small, large = (paid_path(Payback(), gain, 60)[-1] for gain in (0.005, 0.02))
+    assert 0.3 < small < large < 0.7
+
+
+def test_pages_that_hold_nothing_change_owner_at_once() -> None:
+    assert paid_path(Payback(), 0.1, 1, filled=0.0) == [0.7]
+
+
+@pytest.mark.parametrize(("is_burst", "queued"), [(True, 0), (False, MODEL.most_requests + 1)])
+def test_in_bursts_and_with_a_queue_a_move_is_made_at_once(is_burst: bool, queued: int) -> None:
+    view = view_of_pool(0.3, 0.0, is_burst=is_burst, queued=queued)
+    assert Payback().propose(view, Proposal("base", 0.7, "", 0.1), MODEL) is None
+
+
+def test_what_staying_cost_is_forgotten_when_the_other_side_is_wanted() -> None:
+    waited, fresh = Payback(), Payback()
+    for second in range(20):
+        waited.propose(view_of_pool(0.5, float(second)), Proposal("base", 0.9, "", 0.02), MODEL)
+    back = Proposal("base", 0.1, "", 0.02)
+    assert waited.propose(view_of_pool(0.5, 20.0), back, MODEL) == fresh.propose(view_of_pool(0.5, 20.0), back, MODEL)
+
+
+def test_nothing_is_said_where_nobody_wants_to_move() -> None:
+    assert Payback().propose(view_of_pool(0.5, 0.0), Proposal("base", 0.5, "", 0.0), MODEL) is None
+
+
 FALLING = 20 - 10 * ALPHAS
 
 
@@ -300,7 +338,8 @@ def test_a_move_is_recorded_with_what_it_was_predicted_to_gain() -> None:
     log = MoveLog()
     noted(log, range(10), 8.0)
     log.begin(step_window(0.5, 9.0, 8.0), 0.8, "base", prediction(FLAT, FALLING))
-    (made,) = log.records
+    made = log.last
+    assert made is not None
     assert (made.time_s, made.start, made.alpha, made.layer) == (10.0, 0.5, 0.8, "base")
     assert made.predicted_gain_ms == pytest.approx(3.0)
     assert made.realised_gain_ms is None
@@ -312,12 +351,13 @@ def test_what_came_of_a_move_is_known_once_it_has_been_served_from() -> None:
     noted(log, range(60), 8.0)
     log.begin(step_window(0.5, 59.0, 8.0), 0.8, "base", prediction(FLAT, FALLING))
     noted(log, range(60, 80), 6.0, 0.8)
-    assert log.records[-1].realised_gain_ms is None
+    assert log.last is not None
+    assert log.last.realised_gain_ms is None
     noted(log, range(80, 120), 6.0, 0.8)
-    assert log.records[-1].realised_gain_ms == pytest.approx(2.0, rel=0.3)
-    before = log.records[-1]
+    before = log.last
+    assert before.realised_gain_ms == pytest.approx(2.0, rel=0.3)
     noted(log, range(120, 160), 4.0, 0.8)
-    assert log.records[-1] == before
+    assert log.last == before
 
 
 def test_a_move_that_has_not_settled_is_not_judged() -> None:
@@ -325,7 +365,8 @@ def test_a_move_that_has_not_settled_is_not_judged() -> None:
     noted(log, range(60), 8.0)
     log.begin(step_window(0.5, 59.0, 8.0), 0.8, "base", prediction(FLAT, FALLING))
     noted(log, range(60, 120), 6.0, 0.6, target=0.8)
-    assert log.records[-1].realised_gain_ms is None
+    assert log.last is not None
+    assert log.last.realised_gain_ms is None
 
 
 def test_steps_that_follow_each_other_are_one_move() -> None:
@@ -334,69 +375,11 @@ def test_steps_that_follow_each_other_are_one_move() -> None:
     for second, alpha in ((30, 0.5), (31, 0.6), (32, 0.7)):
         at = step_window(alpha, float(second), 8.0)
         log.begin(at, alpha + 0.1, "residual", prediction(FLAT, FALLING))
-    (made,) = log.records
+    made = log.last
+    assert made is not None
     assert (made.time_s, made.start) == (31.0, 0.5)
     assert made.alpha == pytest.approx(0.8)
     assert made.predicted_gain_ms == pytest.approx(3.0)
     log.begin(step_window(0.8, 60.0, 8.0), 0.7, "base", prediction(FLAT, FALLING))
-    assert [one.layer for one in log.records] == ["residual", "base"]
-
-
-def test_only_the_last_moves_are_kept() -> None:
-    log = MoveLog()
-    for number in range(100):
-        log.begin(step_window(0.5, 60.0 * number, 8.0), 0.6, "base", prediction(FLAT, FALLING))
-    assert len(log.records) < 50
-    assert log.records[-1].time_s == 60.0 * 99 + 1
-
-
-def netted(
-    net: Net, alpha: float, second: float, late: float = 1.0, wanted: float | None = None, *, is_burst: bool = False
-) -> float | None:
-    """Where the net goes, at a window that took `late` times as long as predicted; the other layers want `wanted`."""
-    view = View(window(alpha, second, mean_ms=10.0 * late), prediction(FLAT), 60.0, 10.0, None, is_burst)
-    proposal = net.propose(view, view.window.alpha_target if wanted is None else wanted)
-    return None if proposal is None else proposal.alpha
-
-
-def test_the_net_goes_back_to_the_split_that_served_as_predicted() -> None:
-    net = Net()
-    assert netted(net, 0.7, 0.0) is None
-    assert netted(net, 0.9, 1.0, late=5.0) is None, "one window may be chance"
-    assert netted(net, 0.9, 2.0, late=5.0) == 0.7
-
-
-def test_the_net_stays_there_for_a_while_and_then_lets_others_move() -> None:
-    net = Net()
-    for second, (alpha, late) in enumerate(((0.7, 1.0), (0.9, 5.0), (0.9, 5.0))):
-        netted(net, alpha, float(second), late)
-    assert netted(net, 0.7, JUDGED_S) == 0.7
-    assert netted(net, 0.7, 3.0 + JUDGED_S) is None
-
-
-def test_the_net_acts_once_while_requests_stay_late() -> None:
-    net = Net()
-    netted(net, 0.7, 0.0)
-    found = [netted(net, 0.9, float(second), late=5.0) for second in range(1, 60)]
-    assert found.count(0.7) == JUDGED_S
-    netted(net, 0.6, 60.0)
-    assert [netted(net, 0.9, second, late=5.0) for second in (61.0, 62.0)] == [None, 0.6]
-
-
-def test_the_net_says_nothing_where_requests_are_late_at_the_split_that_was_sound() -> None:
-    net = Net()
-    assert [netted(net, 0.7, float(second), late=1.0 if second == 0 else 5.0) for second in range(9)] == [None] * 9
-
-
-def test_the_net_lets_the_layers_above_it_move() -> None:
-    """A node that is late crosses splits that are no better before it is where they lead it."""
-    net = Net()
-    netted(net, 0.7, 0.0)
-    assert [netted(net, 0.7 - 0.1 * step, float(step), late=5.0, wanted=0.2) for step in range(1, 5)] == [None] * 4
-    assert [netted(net, 0.2, second, late=5.0) for second in (5.0, 6.0)] == [None, 0.7]
-
-
-def test_the_net_leaves_bursts_to_others() -> None:
-    net = Net()
-    netted(net, 0.5, 0.0)
-    assert [netted(net, 0.9, float(second), late=5.0, is_burst=True) for second in range(1, 9)] == [None] * 8
+    assert log.last is not None
+    assert (log.last.layer, log.last.start) == ("base", 0.8)

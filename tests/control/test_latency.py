@@ -287,7 +287,7 @@ def test_the_engine_of_these_tests_holds_candidates_and_histories_apart() -> Non
     model = learned_from(Served(BOWL))
     assert model._others == pytest.approx(CANDIDATES)
     assert model._history == pytest.approx(TOKENS)
-    assert model._most == ENGINE.most
+    assert model.most_requests == ENGINE.most
 
 
 def test_only_what_is_new_in_miss_curves_is_averaged_with_windows_before() -> None:

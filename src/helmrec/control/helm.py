@@ -1,4 +1,4 @@
-"""The controller: three layers and a net over a model of latency that is learned from the node's own steps."""
+"""The controller: four layers over a model of latency that is learned from the node's own steps."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,8 +7,8 @@ from pydantic import Field
 
 from helmrec.config import Frozen
 from helmrec.control.explain import Explanation
-from helmrec.control.latency import Bias, LatencyModel, Prediction
-from helmrec.control.layers import Bursts, Chooser, Judged, Net, Proposal, Residual, Rule, View, propose
+from helmrec.control.latency import Bias, Fading, LatencyModel, Prediction
+from helmrec.control.layers import CHOSEN_ON_S, Bursts, Chooser, Payback, Proposal, Residual, Rule, View, propose
 from helmrec.control.moves import MoveLog
 from helmrec.control.policy import Move, WindowStats
 
@@ -18,7 +18,7 @@ class HelmSettings(Frozen):
 
     has_residual: bool = Field(True, description="correct predictions by what was measured at the present split")
     has_bursts: bool = Field(True, description="weigh bursts of the last minutes in calm")
-    has_net: bool = Field(True, description="go back when requests take much longer than predicted")
+    has_payback: bool = Field(True, description="weigh misses in pages that change owner against the gain")
 
 
 class _Asked(NamedTuple):
@@ -40,12 +40,12 @@ class Helm:
 
     def reset(self) -> None:
         self.model = LatencyModel()
-        self.residual, self.bursts, self.net = Residual(), Bursts(), Net()
+        self.residual, self.bursts, self.payback = Residual(), Bursts(), Payback()
         self.moves = MoveLog()
         self.prediction: Prediction | None = None  # of the window after the last one
         self.explanation: Explanation | None = None
         self._asked: _Asked | None = None  # in the last window
-        self._raw, self._corrected = Judged(), Judged()
+        self._raw, self._corrected = Fading(CHOSEN_ON_S), Fading(CHOSEN_ON_S)
 
     def decide(self, window: WindowStats) -> Move | None:
         predicted_ms = None if self.prediction is None else self.prediction.at(window.alpha)
@@ -62,7 +62,7 @@ class Helm:
             predicted_ms=predicted_ms,
             arrivals_per_s=window.traffic.arrival_rate,
             proposals=proposals,
-            last_move=self.moves.records[-1] if self.moves.records else None,
+            last_move=self.moves.last,
         )
         if winner.alpha == window.alpha_target:
             return None
@@ -80,23 +80,24 @@ class Helm:
     def _propose(self, window: WindowStats, predicted_ms: float | None) -> list[Proposal]:
         """What each layer says; the last one decides."""
         settings, traffic = self.settings, window.traffic
+        num, dt_s = traffic.num_served, traffic.end_s - traffic.start_s
         if settings.has_bursts and self.bursts.note(window, self.model.offered_ms(window), predicted_ms):
             self.model.start_over()
         bias = self.residual.bias(window, self.model, predicted_ms) if settings.has_residual else Bias()
         self.prediction = newest = self.model.predict(bias)
-        mean_ms = self._raw.add(newest.mean_ms if bias == Bias() else self.model.uncorrected_ms(), window)
+        mean_ms = self._raw.add(newest.mean_ms if bias == Bias() else self.model.uncorrected_ms(), num, dt_s)
         idle_s = traffic.end_s - self.moves.idle_since_s
         view = View(window, newest, idle_s, predicted_ms, self.moves.realised_share, self.bursts.is_burst)
         proposals = [propose("base", self._chooser, mean_ms, view)]
         if settings.has_residual:
-            mean_ms = self._corrected.add(newest.mean_ms, window)
+            mean_ms = self._corrected.add(newest.mean_ms, num, dt_s)
             proposals.append(propose("residual", self._chooser, mean_ms, view))
         if settings.has_bursts:
             mixed_ms = self.bursts.mix(window, newest, mean_ms)
             if mixed_ms is not mean_ms:
                 proposals.append(propose("burst recovery", self._chooser, mixed_ms, view))
-        if settings.has_net and (back := self.net.propose(view, proposals[-1].alpha)) is not None:
-            proposals.append(back)
+        if settings.has_payback and (paid := self.payback.propose(view, proposals[-1], self.model)) is not None:
+            proposals.append(paid)
         return proposals
 
     @property

@@ -19,14 +19,14 @@ from helmrec.steps import MS_PER_S, sum_steps
 from helmrec.types import FloatArray, IntArray
 
 ALPHAS: FloatArray = np.linspace(GRID[0], GRID[-1], 31)
-_EVERY, _PARTS = 2, 2 * 2  # which of them are played; and in how many parts, where a prediction is only shown
+_EVERY, _PARTS = 2, 2  # which of them are played; and in how many parts, where a prediction is only shown
 _SPLITS: IntArray = np.arange(0, ALPHAS.size, _EVERY)  # those that are played
 _SPLITS_OF = [_SPLITS[part::_PARTS].copy() for part in range(_PARTS)]  # and those of each part
 _PLAYED: FloatArray = ALPHAS[_SPLITS]
 RECENT_S = 5.0  # half-life of miss curves and arrivals: shorter is noise, longer misses bursts
 _NUM_PLAYED, _NUM_STREAMS = 512, 16  # requests that are played at each split: fewer form no queue; orders of them
 _FEW = 1 / _NUM_PLAYED  # share of requests below which nothing is said of them
-_LOOKED_AT = 2 * 2 * 2  # arrivals that are compared with the time at once: as many as steps usually hold
+_LOOKED_AT = 8  # arrivals that are compared with the time at once: as many as steps usually hold
 _ONE_REQUEST = 1 / 2  # a weight that rounding cannot make
 
 
@@ -134,7 +134,7 @@ class LatencyModel:
     _newest: FloatArray | None = None  # of the last window alone
     _recent: Fading = field(default_factory=lambda: Fading(RECENT_S))
     _rates: Fading = field(default_factory=lambda: Fading(RECENT_S))
-    _most: int = 1  # requests of the largest step that was seen
+    most_requests: int = 1  # of the largest step that was seen
     _turn: int = 0
     _history: float = 0.0  # as of `Requests`
     _others: float = 0.0
@@ -159,7 +159,7 @@ class LatencyModel:
         self.rate = float(self._rates.add(np.array([traffic.arrival_rate]), dt_s, dt_s)[0])
         self._history = window.new_tokens_per_request + window.resident_tokens_per_request
         self._others = max(0.0, steps.tokens / steps.requests - window.new_tokens_per_request)
-        self._most = max(self._most, int(steps.most_requests))
+        self.most_requests = max(self.most_requests, int(steps.most_requests))
         self._queued = min(traffic.num_queued, _NUM_PLAYED)  # as many more would wait longer at every split
         self._pool_pages = window.num_pages
         self._pages = self._history / window.page_tokens + 1 / 2  # the last one is half full on average
@@ -184,6 +184,16 @@ class LatencyModel:
         costs, work = self.estimator.costs, self._newest
         assert costs is not None and work is not None
         return _offered_ms(work, costs, self._history, self._others, window.traffic.arrival_rate)
+
+    def fill_ms(self, window: WindowStats) -> float:
+        """Time of all stages that misses take until a whole pool of rows and one of K/V are as full as now."""
+        costs = self.estimator.costs
+        assert costs is not None
+        rows = window.resident_rows / max(window.alpha, ALPHAS[0])
+        tokens = window.kv_pages * window.page_tokens / (1 - min(window.alpha, ALPHAS[-1]))
+        row_ms = costs.host_missed_row_ms + costs.missed_row_ms
+        token_ms = costs.host_token_ms + costs.token_ms + costs.pair_ms * self._history / 2
+        return rows * row_ms + tokens * token_ms
 
     def start_over(self) -> None:
         """Traffic has changed: what came before the last window no longer counts."""
@@ -210,7 +220,7 @@ class LatencyModel:
         costs, work = self.estimator.costs, self._work
         assert costs is not None and work is not None
         gap_ms, pages = MS_PER_S / self.rate, (self._pool_pages, self._pages)
-        requests = Requests(gap_ms, self._history, self._others, self._most, self._queued, *pages)
+        requests = Requests(gap_ms, self._history, self._others, self.most_requests, self._queued, *pages)
         return predict_at(_streams()[self._turn], splits, work, costs, requests, bias)
 
 

@@ -1,8 +1,8 @@
 """The layers of the controller. Each looks at a window and proposes a split, or has nothing to say.
 
-*Base* goes where the prediction of the last seconds is least; it learns nothing. *Residual* corrects the prediction by
-what was measured. *Burst recovery* answers a burst at once; later it stands where calm and recent bursts cost least.
-The *net* goes back to the last split that served as predicted, when requests take much longer than that.
+*Base* wants the split where the prediction of the last seconds is least; it learns nothing. *Residual* corrects the
+prediction by what was measured. *Burst recovery* answers a burst at once; later it wants the split where calm and
+recent bursts cost least. *Payback* goes as far toward that split as is worth the misses in pages that change owner.
 """
 
 import math
@@ -16,10 +16,10 @@ from helmrec.control.latency import ALPHAS, RECENT_S, Bias, Fading, LatencyModel
 from helmrec.control.policy import WindowStats
 from helmrec.types import FloatArray
 
-JUDGED_S = 15.0  # half-life of what was predicted and measured: shorter follows noise, longer trails drift
-MIN_GAIN = 0.0075  # share of the latency that a move must promise; splits within twice as much are equals
-_LATELY_S = 2.0  # half-life of the newest predictions
-_CLEAR_GAIN = 0.1  # share of the latency that they must promise to count alone
+CHOSEN_ON_S = 4.0  # half-life of predictions that layers choose on: shorter follows noise, longer trails drift
+JUDGED_S = 15.0  # half-life of what was predicted and measured
+EQUAL = 0.015  # share of the latency within which splits are equals
+_SPENT = 1 / 2  # of what staying has cost, on filling pages: more pays for noise, less trails drift
 SETTLED = 0.02  # distance of alpha from its target within which caches are what their shadows stand for
 _MOST_BIAS = 2.0  # factor, either way: what errs by more is another pool or traffic, and not believed
 _BURSTS_S = 300.0  # half-life of bursts: some periods of the usual ones
@@ -65,29 +65,28 @@ class Rule:
 
     def choose(self, mean_ms: FloatArray, view: View) -> float:
         window = view.window
-        alpha = nearest_middle(mean_ms, window.alpha_min, window.alpha_max, window.alpha_target)
+        alpha = nearest_middle(mean_ms, window.alpha_min, window.alpha_max, window.alpha_target, EQUAL)
         if view.is_burst and value_at(mean_ms, alpha) >= value_at(mean_ms, window.alpha_target):
             return window.alpha_target
         return alpha
 
 
 @numba.njit(cache=True)
-def nearest_middle(mean_ms: FloatArray, alpha_min: float, alpha_max: float, start: float) -> float:
-    """As `Rule` says; `start`, if another split neither gains enough nor is nearer the middle by enough."""
+def nearest_middle(mean_ms: FloatArray, alpha_min: float, alpha_max: float, start: float, equal: float) -> float:
+    """As `Rule` says; `start`, if it is such a split itself or about as near to the middle and no worse."""
     least_ms, best = np.inf, -1
     for at in range(ALPHAS.size):
         if alpha_min <= ALPHAS[at] <= alpha_max:
             least_ms = min(least_ms, mean_ms[at])
     for at in range(ALPHAS.size):
-        is_equal = alpha_min <= ALPHAS[at] <= alpha_max and mean_ms[at] <= least_ms * (1 + 2 * MIN_GAIN)
+        is_equal = alpha_min <= ALPHAS[at] <= alpha_max and mean_ms[at] <= least_ms * (1 + equal)
         if is_equal and (best < 0 or abs(ALPHAS[at] - 1 / 2) < abs(ALPHAS[best] - 1 / 2)):
             best = at
     if best < 0:
         return start
-    here_ms = np.interp(start, ALPHAS, mean_ms)
-    is_gain = here_ms - mean_ms[best] >= MIN_GAIN * here_ms
+    is_worse = np.interp(start, ALPHAS, mean_ms) >= mean_ms[best]
     is_nearer = abs(start - 1 / 2) - abs(ALPHAS[best] - 1 / 2) >= 2 * SETTLED
-    return ALPHAS[best] if is_gain or is_nearer else start
+    return ALPHAS[best] if is_worse or is_nearer else start
 
 
 def propose(layer: str, chooser: Chooser, mean_ms: FloatArray, view: View) -> Proposal:
@@ -96,32 +95,6 @@ def propose(layer: str, chooser: Chooser, mean_ms: FloatArray, view: View) -> Pr
     alpha = chooser.choose(mean_ms, view)
     here_ms, there_ms = value_at(mean_ms, start), value_at(mean_ms, alpha)
     return Proposal(layer, alpha, f"predicts {there_ms:.2f} ms there, {here_ms:.2f} ms here", here_ms - there_ms)
-
-
-class Judged:
-    """Predicted latency at ALPHAS, averaged over `JUDGED_S`: what layers choose on.
-
-    Small gains need long averages. When the last seconds promise a large gain, the traffic has changed, and what was
-    predicted before no longer counts.
-    """
-
-    def __init__(self) -> None:
-        self._long, self._short = Fading(JUDGED_S), Fading(_LATELY_S)
-
-    def add(self, mean_ms: FloatArray, window: WindowStats) -> FloatArray:
-        """Take in what is predicted after a window; the average."""
-        num, dt_s = window.traffic.num_served, window.traffic.end_s - window.traffic.start_s
-        long, short = self._long.add(mean_ms, num, dt_s), self._short.add(mean_ms, num, dt_s)
-        if is_clear_gain(short, window.alpha_target):
-            self._long.value, self._long.weight = short, self._short.weight
-            return short
-        return long
-
-
-@numba.njit(cache=True)
-def is_clear_gain(mean_ms: FloatArray, start: float) -> bool:
-    """Whether another split promises a large gain."""
-    return mean_ms.min() < (1 - _CLEAR_GAIN) * np.interp(start, ALPHAS, mean_ms)
 
 
 class Residual:
@@ -232,30 +205,42 @@ class Bursts:
             self._past.value, self._calm.value = np.array(curves).reshape(2, ALPHAS.size)
 
 
-class Net:
-    """Goes back to the split that last served as predicted, when requests have taken much longer in two windows.
+class Payback:
+    """Moves as far toward the wanted split as staying has paid for: at once for large gains, slowly for small ones.
 
-    Predictions may leave out what limits an engine. It acts only where the layers above would stay, since a move that
-    is under way needs its time, and once, until requests are served as predicted again: in an overload, or in a burst,
-    they are late at any split.
+    A move costs misses until the pages that change owner are filled again, here and on the way back. Staying costs the
+    predicted gain, request by request. To spend half of this on moving needs no forecast of how long a gain lasts; for
+    convex costs it is at most three times as dear as the best path (Bansal et al., 2015). In bursts, and while more
+    requests wait than a step takes, the move is made at once: then late requests cost more than misses.
     """
 
     def __init__(self) -> None:
-        self._sound: float | None = None  # the last split that served as predicted; None: not since it acted
-        self._num_late = 0  # windows in a row
-        self._held = 0.0  # the split it went back to, and
-        self._until_s = -math.inf  # stays at for so long
+        self._lost_ms = 0.0  # by staying, all requests together, since the last move
+        self._toward = 0.0  # -1, 0 or 1: the direction that was wanted
 
-    def propose(self, view: View, wanted: float) -> Proposal | None:
-        """`wanted`: by the layers above. None: nothing is wrong, or going back would not help."""
-        traffic, sound, target = view.window.traffic, self._sound, view.window.alpha_target
-        late = traffic.mean_ms / view.predicted_ms if view.predicted_ms else 1.0
-        is_staying = wanted == target and abs(view.window.alpha - target) <= SETTLED
-        self._num_late = self._num_late + 1 if late > _MOST_BIAS and is_staying and not view.is_burst else 0
-        if traffic.end_s >= self._until_s:
-            if late <= _MOST_BIAS:
-                self._sound = view.window.alpha
-            if self._num_late < 2 or sound is None or abs(sound - target) <= SETTLED:
-                return None
-            self._held, self._sound, self._until_s = sound, None, traffic.end_s + JUDGED_S
-        return Proposal("net", self._held, f"requests took {late:.1f} times as long as predicted", 0.0)
+    def propose(self, view: View, wanted: Proposal, model: LatencyModel) -> Proposal | None:
+        """A split on the way to the wanted one; None: all of the way may be gone."""
+        window, newest, start = view.window, view.newest, view.window.alpha_target
+        traffic, distance = window.traffic, abs(wanted.alpha - start)
+        toward = math.copysign(1.0, wanted.alpha - start) if distance else 0.0
+        self._lost_ms, self._toward = self._lost_ms if toward == self._toward else 0.0, toward
+        if not distance or view.is_burst or traffic.num_queued > model.most_requests:
+            self._lost_ms = 0.0
+            return None
+        here_ms = newest.at(start)
+        gain_ms = max(wanted.gain_ms, EQUAL / 2 * here_ms)  # an equal split is wanted for what may come
+        self._lost_ms += gain_ms * traffic.arrival_rate * (traffic.end_s - traffic.start_s)
+        waits = max(
+            1.0, here_ms / value_at(newest.stages_ms, start)
+        )  # latency over stage time: a miss delays others too
+        price_ms = waits * model.fill_ms(window)  # of a move across the whole pool
+        reach = _SPENT * self._lost_ms / price_ms if price_ms else distance
+        if reach >= distance:
+            self._lost_ms = 0.0
+            return None
+        reason = f"staying has cost {self._lost_ms:.0f} ms, all of the move costs {price_ms * distance:.0f} ms"
+        if reach < SETTLED:
+            return Proposal("payback", start, reason, 0.0)
+        self._lost_ms = 0.0
+        alpha = start + toward * reach
+        return Proposal("payback", alpha, reason, here_ms - newest.at(alpha))

@@ -4,7 +4,6 @@ Gains are in stage time per request, which does not depend on how many arrive.
 """
 
 import math
-from collections import deque
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,8 +12,6 @@ from helmrec.control.latency import Prediction, value_at
 from helmrec.control.layers import JUDGED_S, SETTLED
 from helmrec.control.policy import WindowStats
 from helmrec.steps import sum_steps
-
-_KEPT = 32  # moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +27,13 @@ class MoveRecord:
 
 
 class MoveLog:
-    """The last moves, newest last."""
+    """Follows every move until its gain is known, or until the next one begins."""
 
     def __init__(self) -> None:
         self._before_ms = self._stage_ms = math.nan  # before the move that is judged, and recently
         self._moved_s = -math.inf
         self._gains_ms = np.zeros(2)  # realised and predicted; each judged move halves those before
-        self.records: deque[MoveRecord] = deque(maxlen=_KEPT)
+        self.last: MoveRecord | None = None
 
     def note(self, window: WindowStats) -> None:
         """Take a window in: the last move is judged when it has settled and been served from for a while."""
@@ -46,23 +43,22 @@ class MoveLog:
             weight = 2.0 ** (-(now_s - window.traffic.start_s) / JUDGED_S)
             self._stage_ms = took_ms if math.isnan(self._stage_ms) else took_ms + weight * (self._stage_ms - took_ms)
         is_due = now_s - self._moved_s > 2 * JUDGED_S and abs(window.alpha - window.alpha_target) <= SETTLED
-        if is_due and self.records and self.records[-1].realised_gain_ms is None and math.isfinite(self._before_ms):
+        if is_due and self.last is not None and math.isfinite(self._before_ms):
             gain_ms = self._before_ms - self._stage_ms
-            self._gains_ms = self._gains_ms / 2 + (gain_ms, self.records[-1].predicted_gain_ms)
-            self.records[-1] = replace(self.records[-1], realised_gain_ms=gain_ms)
+            self._gains_ms = self._gains_ms / 2 + (gain_ms, self.last.predicted_gain_ms)
+            self.last = replace(self.last, realised_gain_ms=gain_ms)
             self._before_ms = math.nan
 
     def begin(self, window: WindowStats, alpha: float, layer: str, newest: Prediction) -> None:
         """The boundary is sent to `alpha`."""
         now_s, start = window.traffic.end_s, window.alpha_target
-        if self.records and now_s - self._moved_s <= JUDGED_S / 2:
-            start, last = self.records[-1].start, self.records.pop()
-            time_s = last.time_s
+        if self.last is not None and now_s - self._moved_s <= JUDGED_S / 2:
+            time_s, start = self.last.time_s, self.last.start
         else:
             time_s, self._before_ms = now_s, self._stage_ms
         self._moved_s = now_s
         here_ms, there_ms = value_at(newest.stages_ms, start), value_at(newest.stages_ms, alpha)
-        self.records.append(MoveRecord(time_s, start, alpha, layer, here_ms - there_ms))
+        self.last = MoveRecord(time_s, start, alpha, layer, here_ms - there_ms)
 
     @property
     def realised_share(self) -> float | None:

@@ -51,6 +51,8 @@ class WindowStats:
     pool_bytes: int
     num_pages: int  # of the pool
     page_tokens: int  # of KV in a page
+    resident_rows: int
+    kv_pages: int  # that hold K/V
     kv_token_hit_rate: float  # in this window, as all below
     emb_hit_rate: float
     new_tokens_per_request: float  # history tokens computed
@@ -76,6 +78,8 @@ class WindowStats:
             pool_bytes=after.num_pages * after.page_bytes,
             num_pages=after.num_pages,
             page_tokens=after.page_tokens,
+            resident_rows=after.resident_rows,
+            kv_pages=after.kv_pages,
             kv_token_hit_rate=reused / max(1, total),
             emb_hit_rate=hits / max(1, hits + misses),
             new_tokens_per_request=(total - reused) / served,

@@ -236,4 +236,4 @@ def _made_up_window() -> WindowStats:
     steps[:, Step.END_S] = np.arange(num_steps)
     traffic = Traffic(0.0, 1.0, num_steps, num_steps, 0.5, 1.0, 1.0, 1.0, 80.0, 1.0, 0, 0.5, 0.5, 0.0)
     curves = JointCurves(splits, 1e3, half, half, half, half, half, half)
-    return WindowStats(traffic, 0.5, 0.5, 0.0, 1.0, 1 << 20, 64, 16, 0.5, 0.5, 1.0, 1.0, 1.0, curves, steps)
+    return WindowStats(traffic, 0.5, 0.5, 0.0, 1.0, 1 << 20, 64, 16, 512, 32, 0.5, 0.5, 1.0, 1.0, 1.0, curves, steps)

@@ -14,10 +14,10 @@ from helmrec_bench.baselines.service_cost import ServiceCost
 from helmrec_bench.map.shifts import Planned
 
 LAYERS = {
-    "helm base": HelmSettings(has_residual=False, has_bursts=False, has_net=False),
+    "helm base": HelmSettings(has_residual=False, has_bursts=False, has_payback=False),
     "helm without residual": HelmSettings(has_residual=False),
     "helm without bursts": HelmSettings(has_bursts=False),
-    "helm without net": HelmSettings(has_net=False),
+    "helm without payback": HelmSettings(has_payback=False),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from helmrec.control.latency import ALPHAS
-from helmrec.control.layers import MIN_GAIN
+from helmrec.control.layers import EQUAL, nearest_middle
 from helmrec.ppo.network import Network
 from helmrec.ppo.observation import Signal
 from helmrec.types import FloatArray
@@ -29,13 +29,10 @@ Chooser = Callable[[Fleet], FloatArray]
 
 
 def rule(fleet: Fleet) -> FloatArray:
-    """As `control.layers.Rule`, for all nodes at once."""
-    start, least_ms = fleet.signals[:, Signal.ALPHA], fleet.mean_ms.min(axis=1)
-    here_ms = np.array([np.interp(a, ALPHAS, curve) for a, curve in zip(start, fleet.mean_ms, strict=True)])
-    is_equal = fleet.mean_ms <= least_ms[:, None] * (1 + MIN_GAIN / 2)
-    away = np.where(is_equal, np.abs(ALPHAS - start[:, None]), np.inf)
-    moves = here_ms - least_ms >= MIN_GAIN * here_ms
-    return np.where(moves, np.clip(ALPHAS[away.argmin(axis=1)], start + STEPS[0], start + STEPS[-1]), start)
+    """As `control.layers.Rule`, for all nodes at once, in the largest steps that a network may take."""
+    start, low, high = fleet.signals[:, Signal.ALPHA], float(ALPHAS[0]), float(ALPHAS[-1])
+    targets = [nearest_middle(curve, low, high, at, EQUAL) for at, curve in zip(start, fleet.mean_ms, strict=True)]
+    return np.clip(np.array(targets), start + STEPS[0], start + STEPS[-1])
 
 
 def chooser_of(network: Network) -> Chooser:

@@ -30,7 +30,9 @@ NUMBERS = (  # module constants that decide where alpha goes, with their units; 
     ("RECENT_S", "s"),
     ("_NUM_PLAYED", "requests"),
     ("JUDGED_S", "s"),
-    ("MIN_GAIN", "share of the latency"),
+    ("CHOSEN_ON_S", "s"),
+    ("EQUAL", "share of the latency"),
+    ("_SPENT", "share of what staying has cost"),
     ("SETTLED", "share of the pool"),
     ("_MOST_BIAS", "factor"),
     ("_BURSTS_S", "s"),
@@ -40,7 +42,6 @@ NUMBERS = (  # module constants that decide where alpha goes, with their units; 
     ("LOOK_EVERY", "share of a tick"),
     ("_EARLY_DEVIATIONS", "deviations"),
     ("_RATE_WEIGHT", "share"),
-    ("_TRAVEL_S", "s"),
 )
 ABOVE_ONE = ("_BURST_FACTOR", "_MOST_BIAS")  # what is halved and doubled is the part above 1
 
