@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.clock import Clock
+from helmrec.costs.reload import NO_WORK, StepWork
 from helmrec.engine.runner import Runner, Running, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduler
 from helmrec.errors import NonFiniteScores
@@ -30,6 +31,7 @@ class Ended:
     planned_s: float
     ended_s: float
     took_s: float  # as `Scheduler.commit` returns it; 0 if the step failed
+    work: StepWork = NO_WORK  # of a step that did not fail
 
     def hand_out(self) -> None:
         """Complete the future of every request with its result or its error."""
@@ -80,9 +82,9 @@ class _Launched:
     start: StepStart
 
 
-def _record(batch: Batch, output: StepOutput, ended_s: float) -> tuple[float, ...]:
+def _record(batch: Batch, work: StepWork, output: StepOutput, ended_s: float) -> tuple[float, ...]:
     """A row of the step log, in the columns of `steps.Step`."""
-    running, work = output.running, batch.work()
+    running = output.running
     return (
         batch.started_s,
         ended_s - output.ended_ago_s,
@@ -172,8 +174,9 @@ class Pipeline:
             for member in batch.members:
                 if unknown := member.waiting.request.unknown_ids:
                     self.unknown_ids.update(unknown)
-        self.steps.add(_record(batch, output, ended_s))
-        return [Ended(batch, output, launched.planned_s, ended_s, took_s)]
+        work = batch.work()
+        self.steps.add(_record(batch, work, output, ended_s))
+        return [Ended(batch, output, launched.planned_s, ended_s, took_s, work)]
 
     def _fail(self, batch: Batch, planned_s: float, error: BaseException) -> Ended:
         with suppress(Exception):  # a step that failed may still write to its pages

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from helmrec.clock import Clock
-from helmrec.engine.assemble import Outline, assemble
+from helmrec.engine.assemble import Members, Outline, assemble
 from helmrec.engine.dense import EagerDense, Launched, Memory
-from helmrec.engine.id_checks import has_infinite
+from helmrec.engine.id_checks import are_finite
 from helmrec.engine.intake import Prepared, RowUpdate
 from helmrec.engine.row_stage import SentRows
 from helmrec.engine.row_values import new_values
@@ -100,25 +100,29 @@ class Runner:
         timeline = self._timelines[0]
         self._timelines.rotate()
         timeline.begin(batch.started_s)
-        plans = [member.plan for member in batch.members]
-        if loads := [load for plan in plans for load in plan.loads]:  # first, since loads take longest
+        members = [(member.waiting.request, member.plan) for member in batch.members]
+        if loads := [load for _, plan in members for load in plan.loads]:  # first, since loads take longest
             timeline.mark(Mark.LOADING, self.host.loading_stream)
             self.host.start_loading(loads)
             timeline.mark(Mark.LOADED, self.host.loading_stream)
             self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
-        members = [(member.waiting.request, member.plan) for member in batch.members]
-        page_tokens = self._pool.geometry.page_tokens
         step = Outline(members, self._model.config)
-        written = [page for plan in plans for page in plan.pages[plan.num_resident // page_tokens :]]
         with InStream(self._dense.stream):
-            self.host.finish_saves_of(written, self._dense.stream)
-            for plan in plans:
+            self.host.finish_saves_of(self._written_pages(members), self._dense.stream)
+            for _, plan in members:
                 if plan.copy is not None:  # the source is a settled page, never one that is being loaded
                     self._arena.copy_tokens(plan.copy)
             wait_for_pages = partial(self._wait_for_pages, timeline) if loads else _no_pages_to_wait_for
             launched = self._dense.launch(step, wait_for_pages, timeline)
         epoch, position = self._pool.row_epochs.current, self.row_position
         return Running(step, launched, epoch, position, len(loads), timeline)
+
+    def _written_pages(self, members: Members) -> list[int]:
+        """Return the pages that a step writes, as far as saves may still read them."""
+        if not self.host.is_saving:
+            return []
+        page_tokens = self._pool.geometry.page_tokens
+        return [page for _, plan in members for page in plan.pages[plan.num_resident // page_tokens :]]
 
     def _wait_for_pages(self, timeline: Timeline) -> None:
         timeline.mark(Mark.WAITING)
@@ -128,7 +132,7 @@ class Runner:
     def finish(self, running: Running) -> StepOutput:
         """Wait for a step and return its output. Steps are finished in the order they were launched."""
         step, scored = running.step, running.launched.wait()
-        row_misses: list[int] = scored.row_misses.tolist()
+        row_misses = scored.row_misses
         num_missed = sum(row_misses)
         ends = list(accumulate(step.num_candidates, initial=0))
         scores = [scored.logits[start:end] for start, end in pairwise(ends)]
@@ -248,7 +252,7 @@ _ALL_FINITE: frozenset[int] = frozenset()
 
 
 def _non_finite(logits: NDArray[np.float32], scores: Sequence[NDArray[np.float32]]) -> frozenset[int]:
-    if not has_infinite(logits, np.inf):  # the common case, in one pass
+    if are_finite(logits):  # the common case, in one pass
         return _ALL_FINITE
     return frozenset(i for i, each in enumerate(scores) if not np.isfinite(each).all())
 

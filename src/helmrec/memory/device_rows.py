@@ -99,7 +99,7 @@ class DeviceRows:
         self._shrink_graph: torch.cuda.CUDAGraph | None = None
         self._refill_graph: torch.cuda.CUDAGraph | None = None
         self._pages_in_graph = self._rows_in_graph = 0
-        self._tally = np.zeros(len(RowTally), np.int64)
+        self._admitted = self._ghosts = 0  # as last observed, like all but the first two of the next
         self.hits = self.misses = self.evictions = self.refills = self.moves = self.refused = 0
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(device))  # which has initialised the tensors above
@@ -111,7 +111,7 @@ class DeviceRows:
     @property
     def num_resident(self) -> int:
         """Resident rows as last observed."""
-        return min(self.capacity, int(self._tally[RowTally.ADMITTED] - self._tally[RowTally.EVICTED]))
+        return min(self.capacity, self._admitted - self.evictions)
 
     @property
     def index_bytes(self) -> int:
@@ -144,13 +144,10 @@ class DeviceRows:
         return num_rows / (_HALF_LIFE * len(self._arena_rows))
 
     def _control(self, hand: int) -> NDArray[np.float64]:
-        control = np.zeros(len(Control))
-        control[Control.NOW] = self._now
-        control[Control.GENERATION] = self._generation
-        control[Control.IS_FILLING] = self.num_resident < self.capacity
-        control[Control.HAND] = hand % max(1, self.capacity)
-        control[Control.CAPACITY] = self.capacity
-        return control
+        capacity = self.capacity
+        is_filling = self.num_resident < capacity
+        # In the order of `Control`.
+        return np.array((self._now, self._generation, is_filling, hand % max(1, capacity), capacity), np.float64)
 
     def find(self, rows: Tensor, lookup: Lookup) -> None:
         """Look rows up: `lookup` says from where to read each; resident rows get hotter."""
@@ -189,18 +186,21 @@ class DeviceRows:
         return self._page_list[ordinals // per_page] * per_page + ordinals % per_page
 
     def observe(self, hits: int, misses: int, tally: NDArray[np.int64]) -> None:
-        """Count the hits and misses of a step; `tally` is a copy of the table's from about that time."""
-        self._tally = tally
+        """Count the hits and misses of a step; `tally` is that of the table from about that time."""
+        self._take(tally)
         self.hits += hits
         self.misses += misses
-        self.evictions, self.refills, self.moves = tally[[RowTally.EVICTED, RowTally.REFILLED, RowTally.MOVED]].tolist()
-        self.refused = int(tally[RowTally.REFUSED])
         self._missed_in_generation += misses
         if self._missed_in_generation * _BITS_PER_MISS > self.table.seen.shape[1] * 32:
             self._missed_in_generation = 0
             self._generation = 1 - self._generation
             with InStream(self.stream):
                 self.table.seen[self._generation].zero_()
+
+    def _take(self, tally: NDArray[np.int64]) -> None:
+        """Take over the counts of the device."""
+        # In the order of `RowTally`.
+        self._admitted, self.evictions, self.refills, self.moves, self._ghosts, self.refused = tally.tolist()
 
     # Between steps.
 
@@ -301,7 +301,7 @@ class DeviceRows:
     def _room_to_refill(self) -> int:
         """Return the rows that a refill may read, as last observed."""
         room = self.capacity - self.num_resident
-        return min(room, int(self._tally[RowTally.GHOSTS]), self._copies.numel())
+        return min(room, self._ghosts, self._copies.numel())
 
     def _pop_ghosts(self, num: int) -> Tensor:  # (num,) int32, as `gather_rows` takes them
         table, top = self.table, self.table.tally[RowTally.GHOSTS]
@@ -322,7 +322,7 @@ class DeviceRows:
         """Queue rows for the next refills. Waits for the device, so that the next refill knows their number."""
         self._push_ghosts(torch.from_numpy(rows[-len(self.table.ghosts) :].astype(np.int32)).to(self._page_list.device))
         self.table.tally[RowTally.EVICTED] -= len(rows[-len(self.table.ghosts) :])  # the push counted them as evicted
-        self._tally = self.table.tally.cpu().numpy().copy()
+        self._take(self.table.tally.cpu().numpy())
 
     def _evict(self, slots: Tensor) -> None:
         """Empty these slots. slots: coldest first; some may be empty already."""
