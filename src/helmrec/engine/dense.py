@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ Progress = Callable[[int, int], None]  # called with the number done and the tot
 WaitForPages = Callable[[], None]  # makes the current stream wait for pages that come from the host
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scored:
+class Scored(NamedTuple):
     """The scores and row misses of a step."""
 
     logits: NDArray[np.float32]  # (candidates, tasks)

@@ -6,8 +6,9 @@ returns.
 
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,7 @@ from helmrec.steps import StepLog
 from helmrec.types import RankResult, Timing, UserId
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ended:
+class Ended(NamedTuple):
     """A step that has ended, with its output or its error."""
 
     batch: Batch
@@ -40,30 +40,26 @@ class Ended:
             for member in self.batch.members:
                 member.waiting.future.set_exception(output)
             return
-        for i, (member, result) in enumerate(zip(self.batch.members, self._results(output), strict=True)):
+        for i, (future, result) in enumerate(self._results(output)):
             if i in output.non_finite:
-                error = _non_finite(output.scores[i], member.request.history.user_id)
-                member.waiting.future.set_exception(error)
+                request = self.batch.members[i].request
+                future.set_exception(_non_finite(result.scores, request.history.user_id))
             else:
-                member.waiting.future.set_result(result)
+                future.set_result(result)
 
-    def _results(self, output: StepOutput) -> Iterator[RankResult]:
-        """Generate the result of every request, each when the one before has been handed out."""
+    def _results(self, output: StepOutput) -> "Iterator[tuple[Future[RankResult], RankResult]]":
+        """Generate the future and the result of every request, each when the one before has been handed out."""
         started_s, row_position = self.batch.started_s, output.running.row_position
         plan_ms, compute_ms = (self.planned_s - started_s) * 1e3, (self.ended_s - self.planned_s) * 1e3
-        for i, (waiting, plan, num_tokens, _) in enumerate(self.batch.members):
-            request = waiting.request
-            yield RankResult(
-                scores=output.scores[i],
-                reused_tokens=plan.num_resident,
-                computed_tokens=num_tokens,
-                row_hits=output.row_hits[i],
-                row_misses=output.row_misses[i],
-                window_start=request.window_start,
-                truncated_events=request.truncated_events,
-                timing=Timing((started_s - waiting.arrived_s) * 1e3, plan_ms, compute_ms),
-                row_position=row_position,
+        of_requests = zip(self.batch.members, output.scores, output.row_hits, output.row_misses, strict=True)
+        for (waiting, plan, num_tokens, _), scores, hits, misses in of_requests:
+            start, truncated = waiting.request.window_start, waiting.request.truncated_events
+            timing = Timing((started_s - waiting.arrived_s) * 1e3, plan_ms, compute_ms)
+            # Fields in their order, since names take as long again.
+            result = RankResult(
+                scores, plan.num_resident, num_tokens, hits, misses, start, truncated, timing, row_position
             )
+            yield waiting.future, result
 
 
 def _non_finite(scores: NDArray[np.float32], user_id: UserId) -> NonFiniteScores:
@@ -74,8 +70,7 @@ def _non_finite(scores: NDArray[np.float32], user_id: UserId) -> NonFiniteScores
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Launched:
+class _Launched(NamedTuple):
     batch: Batch
     running: Running
     planned_s: float
