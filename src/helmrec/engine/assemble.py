@@ -3,7 +3,6 @@
 Pure NumPy; `layout.py` fills the arrays of the step, and the dense stage moves them to the device.
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from helmrec.engine.intake import Prepared
 from helmrec.engine.layout import NO_CONTEXT, NUM_COLUMNS, PAGES, LayoutShape, Lengths, StepArrays, lay_out
-from helmrec.memory.prefix import KVPlan
+from helmrec.memory.prefix import KVPlan, page_numbers
 from helmrec.model.config import ModelConfig
 from helmrec.model.query_frame import Query, QueryArrays, age_buckets, places, query_arrays
 from helmrec.types import IntArray
@@ -54,9 +53,9 @@ class StepForm:
 
     def fill(self, step: "Outline", out: StepArrays) -> ModelTerms:
         """Fill the arrays of a step, and return what else its model reads of the requests."""
-        pages = array("i")
+        pages = page_numbers()
         for _, plan in step.members:
-            pages.fromlist(plan.pages)
+            pages.extend(plan.pages)
         known = np.fromiter(step.known, np.int64, len(step.known)).reshape(-1, NUM_COLUMNS)
         lay_out(known, np.frombuffer(pages, np.int32), self._context(step), self.shape, out)
         return self._terms(step, out) if self._has_terms else NO_TERMS

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,14 +28,13 @@ from helmrec.engine.setup import Parts
 from helmrec.engine.timeline import TIMELINES, DeviceTimeline, Mark, StageTimes, Timeline
 from helmrec.kernels.kv_rounding import empty_pages
 from helmrec.memory.host_pages import HostPages
-from helmrec.memory.prefix import KVPlan
+from helmrec.memory.prefix import KVPlan, page_numbers
 from helmrec.memory.streams import InStream
 from helmrec.memory.tiered_rows import TieredRows
 from helmrec.types import IntArray, RowPosition
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Running:
+class Running(NamedTuple):
     """A launched step."""
 
     step: Outline
@@ -45,8 +45,7 @@ class Running:
     timeline: Timeline  # valid until three more steps are launched
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepOutput:
+class StepOutput(NamedTuple):
     """The output of a step, by request."""
 
     scores: list[NDArray[np.float32]]
@@ -83,7 +82,7 @@ class Runner:
         self._dense = parts.dense
         self._arena = parts.arena
         self._kv_dtype, self._transposed_values = parts.arena.k_pages.dtype, parts.arena.transposed_values
-        self._master = parts.master
+        self._master, self._row_bytes = parts.master, parts.master.codec.stride
         self._pool = parts.pool
         self.host = HostPages(parts.pool.host_tier, parts.arena.pages, parts.row_kernels, parts.capture)
         self.row_position = RowPosition()  # of the rows that the next step reads
@@ -142,7 +141,7 @@ class Runner:
             row_hits=[num - missed for num, missed in zip(step.num_rows, row_misses, strict=True)],
             row_misses=row_misses,
             num_missed=num_missed,
-            missed_bytes=num_missed * self._master.codec.stride,
+            missed_bytes=num_missed * self._row_bytes,
             ended_ago_s=scored.ended_ago_s,
             times=running.timeline.stages(has_loads=running.num_loads > 0),
             running=running,
@@ -233,7 +232,7 @@ class Runner:
         config, model, num_tokens = self._model.config, self._model, request.history.num_tokens
         geometry = self._pool.geometry
         num_pages = geometry.pages_for(num_tokens)
-        plan = KVPlan(prefix=None, num_resident=0, num_tokens=num_tokens, pages=list(range(num_pages)))
+        plan = KVPlan(prefix=None, num_resident=0, num_tokens=num_tokens, pages=page_numbers(range(num_pages)))
         step = assemble([(request, plan)], config, geometry.page_tokens)
         shape = (config.num_layers, max(1, num_pages), geometry.page_tokens, config.num_heads)
         k_pages = empty_pages((*shape, config.qk_dim), self._kv_dtype, model.device)

@@ -84,12 +84,14 @@ class DeviceRows:
         self._claims = Claims.allocate(limit, device)
         self._copies = torch.zeros(limit, dtype=torch.int32, device=device)
         self._assigned = torch.zeros(limit, dtype=torch.int64, device=device)  # slots that the copies go to
-        window = min(_WINDOW * limit, num_slots)
-        self._window = torch.zeros(window, dtype=torch.int64, device=device), torch.zeros(window, device=device)
+        self._num_slots, self._window_size = num_slots, min(_WINDOW * limit, num_slots)
+        slots = torch.zeros(self._window_size, dtype=torch.int64, device=device)
+        self._window = slots, torch.zeros(self._window_size, device=device)
         self._now = 0.0
         self._age_at = 1.0  # NOW at which touches of absent rows count half
         self._generation = 0
         self._missed_in_generation = 0
+        self._misses_per_generation = self.table.seen.shape[1] * 32 // _BITS_PER_MISS
         self._hand = 0
         self._empty_from = 0  # slots from this ordinal on may be empty since their pages were added
         self._refill_hand = 0  # position among them
@@ -141,7 +143,7 @@ class DeviceRows:
             return 1.0
         if self._policy.admission == Admission.FREQUENCY:
             return num_rows / (self._policy.half_life * max(1, self.capacity))
-        return num_rows / (_HALF_LIFE * len(self._arena_rows))
+        return num_rows / (_HALF_LIFE * self._num_slots)
 
     def _control(self, hand: int) -> NDArray[np.float64]:
         capacity = self.capacity
@@ -176,10 +178,6 @@ class DeviceRows:
         torch.index_select(slots, 0, order[:limit], out=self._assigned)
         return Victims(self._assigned, heat[:limit])
 
-    @property
-    def _window_size(self) -> int:
-        return self._window[0].numel()
-
     def _slots_at(self, ordinals: Tensor) -> Tensor:
         """Return slots by their ordinal among the owned slots."""
         per_page = self._rows_per_page
@@ -191,7 +189,7 @@ class DeviceRows:
         self.hits += hits
         self.misses += misses
         self._missed_in_generation += misses
-        if self._missed_in_generation * _BITS_PER_MISS > self.table.seen.shape[1] * 32:
+        if self._missed_in_generation > self._misses_per_generation:
             self._missed_in_generation = 0
             self._generation = 1 - self._generation
             with InStream(self.stream):
