@@ -258,8 +258,7 @@ def write_the_first_slice_again(values: Any, rows: Any, first: int, num: int, ta
 def name_the_position_of_the_end(self: Runner, running: Running) -> Any:
     """An answer states the position at its step's end."""
     output = FINISH(self, running)
-    object.__setattr__(running, "row_position", self.row_position)
-    return output
+    return output._replace(running=running._replace(row_position=self.row_position))
 
 
 COMMIT, FINISH, WRITE = KVCache.commit, Runner.finish, row_write.write_rows

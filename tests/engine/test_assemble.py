@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from helmrec.engine.assemble import assemble
 from helmrec.engine.intake import Intake, Prepared
-from helmrec.memory.prefix import KVPlan
+from helmrec.memory.prefix import KVPlan, page_numbers
 from helmrec.model.config import ModelConfig
 from helmrec.model.window import gap_bucket
 from helmrec.types import RankRequest
@@ -33,7 +33,7 @@ def prepare(num_events: int, num_candidates: int = 2, config: ModelConfig = CONF
 
 
 def plan(request: Prepared, resident: int, pages: list[int]) -> KVPlan:
-    return KVPlan(prefix=None, num_resident=resident, num_tokens=request.history.num_tokens, pages=pages)
+    return KVPlan(prefix=None, num_resident=resident, num_tokens=request.history.num_tokens, pages=page_numbers(pages))
 
 
 def test_tokens_lie_in_the_order_context_events_context_candidates() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from helmrec.engine.id_checks import REFUSE, _first_step_back, _shift, has_infinite
+from helmrec.engine.id_checks import REFUSE, _first_step_back, _shift, are_finite, has_infinite
 from helmrec.engine.intake import Intake, prepare_rows
 from helmrec.errors import RequestError
 from helmrec.model.config import RetrievalHead
@@ -113,6 +113,7 @@ def test_numbers_that_are_not_finite_are_found_as_by_the_plain_twin(dtype: type,
     assert has_infinite(values, np.inf) == (not np.isfinite(values).all())
     if dtype is np.float32:
         assert has_infinite(values, 9.0) == (not (np.abs(values) < 9.0).all())
+        assert are_finite(values) == np.isfinite(values).all()
     twice = np.stack([values, values[::-1]])[:, ::2]
     assert has_infinite(twice, np.inf) == (not np.isfinite(twice).all())
 

@@ -15,6 +15,7 @@ from helmrec.kernels.work_list import (
     _ends_earlier,
     build_work,
     max_items,
+    put_work,
 )
 from helmrec.kernels.work_list import Lengths as Int32s
 
@@ -105,3 +106,16 @@ def test_parts_are_compared_with_whole_tiles_by_when_the_last_program_ends(seed:
     parts[: num // 3] = 1
     split, whole = (ends_at(tiles[:, 2], each, num_programs) for each in (parts, np.ones_like(parts)))
     assert _ends_earlier(tiles, parts, Tiling(128, 64, 4, 4 * num_programs, 96)) == (split < whole)
+
+
+def test_items_are_put_behind_their_number_unless_they_do_not_fit() -> None:
+    tiling = Tiling(128, 128, 4, 132, 96)
+    lengths = lengths_of(np.random.default_rng(0), 8, 3_000)
+    items = build_work(*lengths, 1, tiling)
+    work = np.full((len(items) + 3, 8), -1, np.int32)
+    assert put_work(work, *lengths, 1, tiling) == work[0, 0] == len(items)
+    np.testing.assert_array_equal(work[1 : len(items) + 1], items)
+    assert (work[len(items) + 1 :] == -1).all()
+    short = np.zeros((len(items), 8), np.int32)
+    assert put_work(short, *lengths, 1, tiling) == len(items)
+    assert not short.any()

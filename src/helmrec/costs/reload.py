@@ -41,6 +41,9 @@ class StepWork(NamedTuple):
     num_reloaded: int  # pages that came from the host
 
 
+NO_WORK = StepWork(0, 0.0, 0)
+
+
 @dataclass(slots=True)
 class ReloadCosts:
     """Decides between reloading pages and computing them, from the delay that reloads caused in earlier steps."""

@@ -26,9 +26,9 @@ class StepCosts:
     def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
         """Update the fit with a step that has ended."""
         least_s = max(_LEAST_S, self.seconds(num_tokens, num_pairs, is_whole_step=True))
-        work = np.array([1.0, num_tokens, num_pairs])
-        terms = _refit(self._moments, self._target, _KEEP, work, seconds, max(seconds, least_s))
-        self._floor_s, self._token_s, self._pair_s = terms.tolist()
+        scale_s = max(seconds, least_s)
+        terms = _refit(self._moments, self._target, float(num_tokens), float(num_pairs), seconds, scale_s)
+        self._floor_s, self._token_s, self._pair_s = terms
 
     def seconds(self, num_tokens: int, num_pairs: float, *, is_whole_step: bool = False) -> float:
         """Predict the seconds that these tokens and pairs add to a step, or the seconds of a step of only these."""
@@ -37,10 +37,11 @@ class StepCosts:
 
 @numba.njit(cache=True, nogil=True)
 def _refit(
-    moments: FloatArray, target: FloatArray, keep: float, work: FloatArray, took: float, scale: float
-) -> FloatArray:
+    moments: FloatArray, target: FloatArray, num_tokens: float, num_pairs: float, took: float, scale: float
+) -> tuple[float, float, float]:
     """Fade the moments, add one step, and solve for all terms."""
-    moments *= keep
-    target *= keep
-    add_one(moments, target, work, took, scale)
-    return fit(moments, target, _RIDGE)
+    moments *= _KEEP
+    target *= _KEEP
+    add_one(moments, target, np.array([1.0, num_tokens, num_pairs]), took, scale)
+    terms = fit(moments, target, _RIDGE)
+    return terms[0], terms[1], terms[2]

@@ -3,7 +3,6 @@
 Pure NumPy; `layout.py` fills the arrays of the step, and the dense stage moves them to the device.
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from helmrec.engine.intake import Prepared
 from helmrec.engine.layout import NO_CONTEXT, NUM_COLUMNS, PAGES, LayoutShape, Lengths, StepArrays, lay_out
-from helmrec.memory.prefix import KVPlan
+from helmrec.memory.prefix import KVPlan, page_numbers
 from helmrec.model.config import ModelConfig
 from helmrec.model.query_frame import Query, QueryArrays, age_buckets, places, query_arrays
 from helmrec.types import IntArray
@@ -54,10 +53,10 @@ class StepForm:
 
     def fill(self, step: "Outline", out: StepArrays) -> ModelTerms:
         """Fill the arrays of a step, and return what else its model reads of the requests."""
-        pages = array("i")
+        pages = page_numbers()
         for _, plan in step.members:
-            pages.fromlist(plan.pages)
-        known = np.array(step.known).reshape(-1, NUM_COLUMNS)
+            pages.extend(plan.pages)
+        known = np.fromiter(step.known, np.int64, len(step.known)).reshape(-1, NUM_COLUMNS)
         lay_out(known, np.frombuffer(pages, np.int32), self._context(step), self.shape, out)
         return self._terms(step, out) if self._has_terms else NO_TERMS
 
@@ -119,20 +118,21 @@ class Outline:
         self.num_candidates: list[int] = []  # by request
         self.num_rows: list[int] = []  # by request: entries read for it
         self.num_skipped: list[int] = []  # by request: resident events
-        self.num_events = self.num_context = self.num_tokens = 0
+        all_events = all_context = 0
         for request, plan in members:  # one plain loop, since it runs for every step
             resident, num_total, num_candidates = plan.num_resident, request.num_events, request.num_candidates
-            skipped = max(0, resident - num_user)
-            num_events, num_context = num_total - skipped + num_candidates, max(0, num_user - resident) + num_request
+            skipped = resident - num_user if resident > num_user else 0
+            num_events, num_context = num_total - skipped + num_candidates, num_request + num_user - resident + skipped
             known += (num_total, num_candidates, request.candidate_gap, resident, plan.num_tokens, len(plan.pages))
             known += request.places
             assert len(request.candidate_rows) == num_features, "a request for another model"  # read by address
             self.num_candidates.append(num_candidates)
             self.num_rows.append(num_features * num_events + num_context)
             self.num_skipped.append(skipped)
-            self.num_events += num_events
-            self.num_context += num_context
-            self.num_tokens += num_events + num_context - (num_candidates if is_retrieval else 0)
+            all_events += num_events
+            all_context += num_context
+        self.num_events, self.num_context = all_events, all_context
+        self.num_tokens = all_events + all_context - (sum(self.num_candidates) if is_retrieval else 0)
 
     @property
     def table_width(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,18 +15,16 @@ from helmrec.engine.timeline import Mark, Timeline
 from helmrec.kernels.kv_rounding import Pages
 from helmrec.kernels.ragged import RaggedBatch
 from helmrec.model.hstu import DenseInput, HstuModel, QueryTerms
-from helmrec.types import IntArray
 
 Progress = Callable[[int, int], None]  # called with the number done and the total
 WaitForPages = Callable[[], None]  # makes the current stream wait for pages that come from the host
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scored:
+class Scored(NamedTuple):
     """The scores and row misses of a step."""
 
     logits: NDArray[np.float32]  # (candidates, tasks)
-    row_misses: IntArray  # (requests,) rows that came from the host
+    row_misses: list[int]  # by request: rows that came from the host
     ended_ago_s: float = 0.0  # time between the end on the device and the wait of the host
 
 
@@ -84,7 +82,7 @@ class EagerLaunch:
     reading: Reading
 
     def wait(self) -> Scored:
-        return Scored(self.logits.cpu().numpy(), self.reading.count_misses())
+        return Scored(self.logits.cpu().numpy(), self.reading.count_misses().tolist())
 
     def admit(self) -> None:
         self.reading.admit()

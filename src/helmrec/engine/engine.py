@@ -283,7 +283,7 @@ class Engine:
         for step in ended:
             assert isinstance(step.outcome, StepOutput)
             demand_bytes += step.outcome.missed_bytes
-            self._follow_up(step.batch, step.outcome, step.took_s)
+            self._follow_up(step, step.outcome)
         self._try("boundary move", self._move_boundary)
         self._try("refill", self._runner.refill, self.config.refill_bytes_per_step - demand_bytes)
 
@@ -303,17 +303,20 @@ class Engine:
 
     def _move_boundary(self) -> None:
         """Move pages between owners. A page that leaves EMB is free once a step that was launched later has ended."""
-        if not self._pool.is_settled:
-            self._runner.finish_saves_before_moves()
+        before_s, self._moved_s = self._moved_s, self._clock.now()
+        if self._pool.is_settled:
+            return
+        self._runner.finish_saves_before_moves()
         self._pool.ledger.retire(self._pipeline.num_ended - 1)
-        now_s = self._clock.now()
-        self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched, now_s - self._moved_s)
-        self._moved_s = now_s
+        self._pool.advance(self.config.move_bytes_per_step, self._pipeline.num_launched, self._moved_s - before_s)
 
-    def _follow_up(self, batch: Batch, output: StepOutput, took_s: float) -> None:
+    def _follow_up(self, step: Ended, output: StepOutput) -> None:
         """Do the background work of one step. Parts are independent: one that fails does not stop the others."""
-        self._try("other", self._learn_costs, batch, took_s)
-        self._try("other", self._warn_of_unmatched_histories)
+        batch, took_s = step.batch, step.took_s
+        if self._learns_costs:
+            self._try("other", self._pool.host_tier.costs.observe_step, step.work, took_s)
+        if not self._has_warned and self._pool.kv.unmatched >= _MIN_UNMATCHED:
+            self._try("other", self._warn_of_unmatched_histories)
         self._try("rows", self._runner.admit, output.running)
         if self._pool.host_tier.num_slots:
             self._try("save", self._runner.save_pages, self.config.save_bytes_per_step)
@@ -333,11 +336,11 @@ class Engine:
         seen = MissCurveConfig.of_engine(self.config, pool.geometry, self.config.max_batch_tokens)
         return CurveFeed(seen.model_copy(update={"num_pages": pool.ledger.num_pages}), len(shape.features))
 
-    def _learn_costs(self, batch: Batch, seconds: float) -> None:
-        """Update the cost model that decides reloads and prefills, as long as one of them may use it."""
-        is_used = self._pool.host_tier.num_slots or self._relay.is_used
-        if is_used or self._pipeline.num_ended <= _FIRST_STEPS:
-            self._pool.host_tier.costs.observe_step(batch.work(), seconds)
+    @property
+    def _learns_costs(self) -> bool:
+        """Whether reloads or prefills may be decided by the cost model, or it has seen few steps yet."""
+        is_used = bool(self._pool.host_tier.num_slots) or self._relay.is_used
+        return is_used or self._pipeline.num_ended <= _FIRST_STEPS
 
     def move_alpha(self, alpha: float) -> None:
         """Set the target of the boundary; it moves between steps, a bounded number of bytes at a time."""
@@ -588,7 +591,7 @@ class Engine:
     def _warn_of_unmatched_histories(self) -> None:
         """Log once if most histories of known users match no cached prefix."""
         kv = self._pool.kv
-        if not self._has_warned and kv.unmatched >= _MIN_UNMATCHED and 2 * kv.unmatched > kv.returns:
+        if 2 * kv.unmatched > kv.returns:
             self._has_warned = True
             log.warning(
                 "%d of %d histories of known users matched nothing in their cached prefix; "

@@ -215,7 +215,7 @@ class GraphedDense:
 
     def _load(self, common: HostArrays, arrays: StepArrays, terms: ModelTerms, size: int, num_requests: int) -> None:
         """Fill in what every step sends."""
-        common["starts"][:] = self._head_features * size
+        np.multiply(self._head_features, size, out=common["starts"])
         self._terms.load(common, terms, arrays.cu_tokens[: num_requests + 1])
         lengths = (arrays.cu_tokens, arrays.num_resident, arrays.num_new)
         self._plan.fill(common["work"], *lengths, self._form.shape.num_request)

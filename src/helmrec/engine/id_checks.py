@@ -17,6 +17,7 @@ from helmrec.types import Ids, IntArray
 MAX_ID = np.iinfo(np.int64).max
 REFUSE = -1  # in place of a row for unknown ids
 _NO_ROWS = np.empty(0, np.int64)
+_INFINITE = np.float32(np.inf)
 
 
 class IdLines(NamedTuple):
@@ -163,6 +164,11 @@ def has_infinite(values: NDArray[np.floating], bound: float) -> bool:
     if flat.dtype == np.float16:
         return bool(_has_full_exponent(flat.view(np.uint16)))
     return bool(_has_beyond(flat.astype(np.float32, copy=False), np.float32(bound)))
+
+
+def are_finite(scores: NDArray[np.float32]) -> bool:
+    """Whether all of these numbers, which lie one after another, are finite."""
+    return not _has_beyond(scores.reshape(-1), _INFINITE)
 
 
 @numba.njit(cache=True, nogil=True)

@@ -6,13 +6,15 @@ returns.
 
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from helmrec.clock import Clock
+from helmrec.costs.reload import NO_WORK, StepWork
 from helmrec.engine.runner import Runner, Running, StepOutput
 from helmrec.engine.scheduler import Batch, Scheduler
 from helmrec.errors import NonFiniteScores
@@ -21,8 +23,7 @@ from helmrec.steps import StepLog
 from helmrec.types import RankResult, Timing, UserId
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ended:
+class Ended(NamedTuple):
     """A step that has ended, with its output or its error."""
 
     batch: Batch
@@ -30,6 +31,7 @@ class Ended:
     planned_s: float
     ended_s: float
     took_s: float  # as `Scheduler.commit` returns it; 0 if the step failed
+    work: StepWork = NO_WORK  # of a step that did not fail
 
     def hand_out(self) -> None:
         """Complete the future of every request with its result or its error."""
@@ -38,30 +40,26 @@ class Ended:
             for member in self.batch.members:
                 member.waiting.future.set_exception(output)
             return
-        for i, (member, result) in enumerate(zip(self.batch.members, self._results(output), strict=True)):
+        for i, (future, result) in enumerate(self._results(output)):
             if i in output.non_finite:
-                error = _non_finite(output.scores[i], member.request.history.user_id)
-                member.waiting.future.set_exception(error)
+                request = self.batch.members[i].request
+                future.set_exception(_non_finite(result.scores, request.history.user_id))
             else:
-                member.waiting.future.set_result(result)
+                future.set_result(result)
 
-    def _results(self, output: StepOutput) -> Iterator[RankResult]:
-        """Generate the result of every request, each when the one before has been handed out."""
+    def _results(self, output: StepOutput) -> "Iterator[tuple[Future[RankResult], RankResult]]":
+        """Generate the future and the result of every request, each when the one before has been handed out."""
         started_s, row_position = self.batch.started_s, output.running.row_position
         plan_ms, compute_ms = (self.planned_s - started_s) * 1e3, (self.ended_s - self.planned_s) * 1e3
-        for i, (waiting, plan, num_tokens, _) in enumerate(self.batch.members):
-            request = waiting.request
-            yield RankResult(
-                scores=output.scores[i],
-                reused_tokens=plan.num_resident,
-                computed_tokens=num_tokens,
-                row_hits=output.row_hits[i],
-                row_misses=output.row_misses[i],
-                window_start=request.window_start,
-                truncated_events=request.truncated_events,
-                timing=Timing((started_s - waiting.arrived_s) * 1e3, plan_ms, compute_ms),
-                row_position=row_position,
+        of_requests = zip(self.batch.members, output.scores, output.row_hits, output.row_misses, strict=True)
+        for (waiting, plan, num_tokens, _), scores, hits, misses in of_requests:
+            start, truncated = waiting.request.window_start, waiting.request.truncated_events
+            timing = Timing((started_s - waiting.arrived_s) * 1e3, plan_ms, compute_ms)
+            # Fields in their order, since names take as long again.
+            result = RankResult(
+                scores, plan.num_resident, num_tokens, hits, misses, start, truncated, timing, row_position
             )
+            yield waiting.future, result
 
 
 def _non_finite(scores: NDArray[np.float32], user_id: UserId) -> NonFiniteScores:
@@ -72,17 +70,16 @@ def _non_finite(scores: NDArray[np.float32], user_id: UserId) -> NonFiniteScores
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Launched:
+class _Launched(NamedTuple):
     batch: Batch
     running: Running
     planned_s: float
     start: StepStart
 
 
-def _record(batch: Batch, output: StepOutput, ended_s: float) -> tuple[float, ...]:
+def _record(batch: Batch, work: StepWork, output: StepOutput, ended_s: float) -> tuple[float, ...]:
     """A row of the step log, in the columns of `steps.Step`."""
-    running, work = output.running, batch.work()
+    running = output.running
     return (
         batch.started_s,
         ended_s - output.ended_ago_s,
@@ -172,8 +169,9 @@ class Pipeline:
             for member in batch.members:
                 if unknown := member.waiting.request.unknown_ids:
                     self.unknown_ids.update(unknown)
-        self.steps.add(_record(batch, output, ended_s))
-        return [Ended(batch, output, launched.planned_s, ended_s, took_s)]
+        work = batch.work()
+        self.steps.add(_record(batch, work, output, ended_s))
+        return [Ended(batch, output, launched.planned_s, ended_s, took_s, work)]
 
     def _fail(self, batch: Batch, planned_s: float, error: BaseException) -> Ended:
         with suppress(Exception):  # a step that failed may still write to its pages

@@ -112,11 +112,11 @@ class RowGraphs:
             timeline.mark(Mark.READ, stream)
             captured.admit.replay()
 
-    def count_misses(self, found: IntArray, num_requests: int, num_rows: int) -> IntArray:  # (requests,)
-        """Count the misses of a step that has ended. found: its value of `self.found`."""
-        misses = found[:num_requests].copy()
-        num_missed = int(misses.sum())
-        self._cache.observe(num_rows - num_missed, num_missed, found[-len(RowTally) :].copy())
+    def count_misses(self, found: IntArray, num_requests: int, num_rows: int) -> list[int]:
+        """Return the misses of each request of a step that has ended. found: its value of `self.found`."""
+        misses: list[int] = found[:num_requests].tolist()
+        num_missed = sum(misses)
+        self._cache.observe(num_rows - num_missed, num_missed, found[self._shape.num_sequences :])
         return misses
 
     # Capture.

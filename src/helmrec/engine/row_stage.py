@@ -184,7 +184,7 @@ class DeviceReading:
     def count_misses(self) -> IntArray:
         missed = self.lookup.is_missed.nonzero().flatten().cpu().numpy()
         num_hits = len(self.values) - missed.size
-        self.cache.observe(num_hits, missed.size, self.cache.table.tally.cpu().numpy().copy())
+        self.cache.observe(num_hits, missed.size, self.cache.table.tally.cpu().numpy())
         return self.step.count_by_request(missed)
 
     def admit(self) -> None:

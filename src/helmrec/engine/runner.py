@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from helmrec.clock import Clock
-from helmrec.engine.assemble import Outline, assemble
+from helmrec.engine.assemble import Members, Outline, assemble
 from helmrec.engine.dense import EagerDense, Launched, Memory
-from helmrec.engine.id_checks import has_infinite
+from helmrec.engine.id_checks import are_finite
 from helmrec.engine.intake import Prepared, RowUpdate
 from helmrec.engine.row_stage import SentRows
 from helmrec.engine.row_values import new_values
@@ -27,14 +28,13 @@ from helmrec.engine.setup import Parts
 from helmrec.engine.timeline import TIMELINES, DeviceTimeline, Mark, StageTimes, Timeline
 from helmrec.kernels.kv_rounding import empty_pages
 from helmrec.memory.host_pages import HostPages
-from helmrec.memory.prefix import KVPlan
+from helmrec.memory.prefix import KVPlan, page_numbers
 from helmrec.memory.streams import InStream
 from helmrec.memory.tiered_rows import TieredRows
 from helmrec.types import IntArray, RowPosition
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Running:
+class Running(NamedTuple):
     """A launched step."""
 
     step: Outline
@@ -45,8 +45,7 @@ class Running:
     timeline: Timeline  # valid until three more steps are launched
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepOutput:
+class StepOutput(NamedTuple):
     """The output of a step, by request."""
 
     scores: list[NDArray[np.float32]]
@@ -83,7 +82,7 @@ class Runner:
         self._dense = parts.dense
         self._arena = parts.arena
         self._kv_dtype, self._transposed_values = parts.arena.k_pages.dtype, parts.arena.transposed_values
-        self._master = parts.master
+        self._master, self._row_bytes = parts.master, parts.master.codec.stride
         self._pool = parts.pool
         self.host = HostPages(parts.pool.host_tier, parts.arena.pages, parts.row_kernels, parts.capture)
         self.row_position = RowPosition()  # of the rows that the next step reads
@@ -100,25 +99,29 @@ class Runner:
         timeline = self._timelines[0]
         self._timelines.rotate()
         timeline.begin(batch.started_s)
-        plans = [member.plan for member in batch.members]
-        if loads := [load for plan in plans for load in plan.loads]:  # first, since loads take longest
+        members = [(member.waiting.request, member.plan) for member in batch.members]
+        if loads := [load for _, plan in members for load in plan.loads]:  # first, since loads take longest
             timeline.mark(Mark.LOADING, self.host.loading_stream)
             self.host.start_loading(loads)
             timeline.mark(Mark.LOADED, self.host.loading_stream)
             self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
-        members = [(member.waiting.request, member.plan) for member in batch.members]
-        page_tokens = self._pool.geometry.page_tokens
         step = Outline(members, self._model.config)
-        written = [page for plan in plans for page in plan.pages[plan.num_resident // page_tokens :]]
         with InStream(self._dense.stream):
-            self.host.finish_saves_of(written, self._dense.stream)
-            for plan in plans:
+            self.host.finish_saves_of(self._written_pages(members), self._dense.stream)
+            for _, plan in members:
                 if plan.copy is not None:  # the source is a settled page, never one that is being loaded
                     self._arena.copy_tokens(plan.copy)
             wait_for_pages = partial(self._wait_for_pages, timeline) if loads else _no_pages_to_wait_for
             launched = self._dense.launch(step, wait_for_pages, timeline)
         epoch, position = self._pool.row_epochs.current, self.row_position
         return Running(step, launched, epoch, position, len(loads), timeline)
+
+    def _written_pages(self, members: Members) -> list[int]:
+        """Return the pages that a step writes, as far as saves may still read them."""
+        if not self.host.is_saving:
+            return []
+        page_tokens = self._pool.geometry.page_tokens
+        return [page for _, plan in members for page in plan.pages[plan.num_resident // page_tokens :]]
 
     def _wait_for_pages(self, timeline: Timeline) -> None:
         timeline.mark(Mark.WAITING)
@@ -128,7 +131,7 @@ class Runner:
     def finish(self, running: Running) -> StepOutput:
         """Wait for a step and return its output. Steps are finished in the order they were launched."""
         step, scored = running.step, running.launched.wait()
-        row_misses: list[int] = scored.row_misses.tolist()
+        row_misses = scored.row_misses
         num_missed = sum(row_misses)
         ends = list(accumulate(step.num_candidates, initial=0))
         scores = [scored.logits[start:end] for start, end in pairwise(ends)]
@@ -138,7 +141,7 @@ class Runner:
             row_hits=[num - missed for num, missed in zip(step.num_rows, row_misses, strict=True)],
             row_misses=row_misses,
             num_missed=num_missed,
-            missed_bytes=num_missed * self._master.codec.stride,
+            missed_bytes=num_missed * self._row_bytes,
             ended_ago_s=scored.ended_ago_s,
             times=running.timeline.stages(has_loads=running.num_loads > 0),
             running=running,
@@ -229,7 +232,7 @@ class Runner:
         config, model, num_tokens = self._model.config, self._model, request.history.num_tokens
         geometry = self._pool.geometry
         num_pages = geometry.pages_for(num_tokens)
-        plan = KVPlan(prefix=None, num_resident=0, num_tokens=num_tokens, pages=list(range(num_pages)))
+        plan = KVPlan(prefix=None, num_resident=0, num_tokens=num_tokens, pages=page_numbers(range(num_pages)))
         step = assemble([(request, plan)], config, geometry.page_tokens)
         shape = (config.num_layers, max(1, num_pages), geometry.page_tokens, config.num_heads)
         k_pages = empty_pages((*shape, config.qk_dim), self._kv_dtype, model.device)
@@ -248,7 +251,7 @@ _ALL_FINITE: frozenset[int] = frozenset()
 
 
 def _non_finite(logits: NDArray[np.float32], scores: Sequence[NDArray[np.float32]]) -> frozenset[int]:
-    if not has_infinite(logits, np.inf):  # the common case, in one pass
+    if are_finite(logits):  # the common case, in one pass
         return _ALL_FINITE
     return frozenset(i for i, each in enumerate(scores) if not np.isfinite(each).all())
 

@@ -187,13 +187,14 @@ class Scheduler:
                 wanted = ((each, each.request) for each in self._queue if not each.future.cancelled())
                 self._rows.look_ahead(wanted, self._resident_tokens)
             while self._queue and len(members) < self._config.max_batch_requests:
-                if not self._is_live(self._queue[0], now):
+                waiting = self._queue[0]
+                if not self._is_live(waiting, now):
                     self._queue.popleft()
                     continue
-                if self._rows is not None and not self._rows.are_there(self._queue[0]):
+                if self._rows is not None and not self._rows.are_there(waiting):
                     passed.append(self._queue.popleft())
                     continue
-                member = self._plan(self._queue[0], budget if members else None, now)
+                member = self._plan(waiting, budget if members else None, now)
                 if member is None:
                     is_possible = members or self._rows is not None or not self._kv.is_idle
                     assert is_possible, "one request must always fit an idle pool"

@@ -30,6 +30,9 @@ class Mark(IntEnum):
     ENDED = 8
 
 
+_NUM_MARKS = len(Mark)
+
+
 class StageTimes(NamedTuple):
     """Milliseconds of the stages of a step; NaN where a stage was not timed."""
 
@@ -43,13 +46,13 @@ class Timeline:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._at_s = [nan] * len(Mark)
+        self._at_s = [nan] * _NUM_MARKS
         self._began_s = self._left_s = nan
 
     def begin(self, began_s: float) -> None:
         """Start a new step, on which the host has worked since `began_s`."""
         self._began_s, self._left_s = began_s, nan
-        self._at_s = [nan] * len(Mark)
+        self._at_s = [nan] * _NUM_MARKS
 
     def leave_host(self) -> None:
         """Mark the end of the host's work on the step."""
@@ -86,15 +89,15 @@ class DeviceTimeline(Timeline):
         super().__init__(clock)
         make_event = make_event or _make_event
         self._events = [make_event() for _ in Mark]
-        self._marked: set[Mark] = set()  # in this step
+        self._is_marked = [False] * _NUM_MARKS  # in this step
 
     def begin(self, began_s: float) -> None:
-        super().begin(began_s)
-        self._marked.clear()
+        self._began_s, self._left_s = began_s, nan
+        self._is_marked = [False] * _NUM_MARKS
 
     def mark(self, mark: Mark, stream: torch.cuda.Stream | None = None) -> None:
         self._events[mark].record(stream)
-        self._marked.add(mark)
+        self._is_marked[mark] = True
 
     def event(self, mark: Mark) -> torch.cuda.Event:
         """Return the event of a mark, for streams to wait for; it is recorded again by a later step."""
@@ -111,7 +114,7 @@ class DeviceTimeline(Timeline):
 
     def _ms(self, begin: Mark, end: Mark) -> float:
         """Return the time between two marks of a step that has ended; NaN if one was not marked."""
-        if begin not in self._marked or end not in self._marked:
+        if not (self._is_marked[begin] and self._is_marked[end]):
             return nan
         return self._events[begin].elapsed_time(self._events[end])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helmrec.kernels.kv_rounding import Pages, ScaledPages
 from helmrec.kernels.ragged import RaggedBatch
-from helmrec.kernels.work_list import FIELDS, Lengths, Tiling, build_work, max_items
+from helmrec.kernels.work_list import FIELDS, Lengths, Tiling, max_items, put_work
 from helmrec.types import AttentionWindow
 
 HOPPER = 9  # major compute capability
@@ -101,11 +101,8 @@ class AttentionPlan:
         self, work: Lengths, cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, num_context: int
     ) -> None:
         """Write the work list of a batch of these lengths to `work`, which has the shape of `self.work`."""
-        items = build_work(cu_tokens, num_resident, num_new, num_context, self.tiling)
-        count = len(items)
+        count = put_work(work, cu_tokens, num_resident, num_new, num_context, self.tiling)
         assert count < len(work), f"{count} items do not fit a plan of {len(work) - 1}"
-        work[0, 0] = count
-        work[1 : count + 1] = items
 
     def load(self, cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, num_context: int) -> None:
         """Plan a batch from its lengths, and copy the work list to the device."""

@@ -57,6 +57,21 @@ def build_work(
 
 
 @njit(cache=True)
+def put_work(
+    work: Lengths, cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, num_context: int, tiling: Tiling
+) -> int:
+    """Put the number of items into row 0 of `work` and the items into the next rows, if they fit; return the number."""
+    items = build_work(cu_tokens, num_resident, num_new, num_context, tiling)
+    count = len(items)
+    if count < len(work):
+        work[0, 0] = count
+        for i in range(count):
+            for field in range(FIELDS):
+                work[1 + i, field] = items[i, field]
+    return count
+
+
+@njit(cache=True)
 def _tiles(
     cu_tokens: Lengths, num_resident: Lengths, num_new: Lengths, num_context: int, tiling: Tiling
 ) -> Lengths:  # (tiles, 4): sequence, first row, key blocks, first of them

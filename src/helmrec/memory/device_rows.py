@@ -84,12 +84,14 @@ class DeviceRows:
         self._claims = Claims.allocate(limit, device)
         self._copies = torch.zeros(limit, dtype=torch.int32, device=device)
         self._assigned = torch.zeros(limit, dtype=torch.int64, device=device)  # slots that the copies go to
-        window = min(_WINDOW * limit, num_slots)
-        self._window = torch.zeros(window, dtype=torch.int64, device=device), torch.zeros(window, device=device)
+        self._num_slots, self._window_size = num_slots, min(_WINDOW * limit, num_slots)
+        slots = torch.zeros(self._window_size, dtype=torch.int64, device=device)
+        self._window = slots, torch.zeros(self._window_size, device=device)
         self._now = 0.0
         self._age_at = 1.0  # NOW at which touches of absent rows count half
         self._generation = 0
         self._missed_in_generation = 0
+        self._misses_per_generation = self.table.seen.shape[1] * 32 // _BITS_PER_MISS
         self._hand = 0
         self._empty_from = 0  # slots from this ordinal on may be empty since their pages were added
         self._refill_hand = 0  # position among them
@@ -99,7 +101,7 @@ class DeviceRows:
         self._shrink_graph: torch.cuda.CUDAGraph | None = None
         self._refill_graph: torch.cuda.CUDAGraph | None = None
         self._pages_in_graph = self._rows_in_graph = 0
-        self._tally = np.zeros(len(RowTally), np.int64)
+        self._admitted = self._ghosts = 0  # as last observed, like all but the first two of the next
         self.hits = self.misses = self.evictions = self.refills = self.moves = self.refused = 0
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(device))  # which has initialised the tensors above
@@ -111,7 +113,7 @@ class DeviceRows:
     @property
     def num_resident(self) -> int:
         """Resident rows as last observed."""
-        return min(self.capacity, int(self._tally[RowTally.ADMITTED] - self._tally[RowTally.EVICTED]))
+        return min(self.capacity, self._admitted - self.evictions)
 
     @property
     def index_bytes(self) -> int:
@@ -141,16 +143,13 @@ class DeviceRows:
             return 1.0
         if self._policy.admission == Admission.FREQUENCY:
             return num_rows / (self._policy.half_life * max(1, self.capacity))
-        return num_rows / (_HALF_LIFE * len(self._arena_rows))
+        return num_rows / (_HALF_LIFE * self._num_slots)
 
     def _control(self, hand: int) -> NDArray[np.float64]:
-        control = np.zeros(len(Control))
-        control[Control.NOW] = self._now
-        control[Control.GENERATION] = self._generation
-        control[Control.IS_FILLING] = self.num_resident < self.capacity
-        control[Control.HAND] = hand % max(1, self.capacity)
-        control[Control.CAPACITY] = self.capacity
-        return control
+        capacity = self.capacity
+        is_filling = self.num_resident < capacity
+        # In the order of `Control`.
+        return np.array((self._now, self._generation, is_filling, hand % max(1, capacity), capacity), np.float64)
 
     def find(self, rows: Tensor, lookup: Lookup) -> None:
         """Look rows up: `lookup` says from where to read each; resident rows get hotter."""
@@ -179,28 +178,27 @@ class DeviceRows:
         torch.index_select(slots, 0, order[:limit], out=self._assigned)
         return Victims(self._assigned, heat[:limit])
 
-    @property
-    def _window_size(self) -> int:
-        return self._window[0].numel()
-
     def _slots_at(self, ordinals: Tensor) -> Tensor:
         """Return slots by their ordinal among the owned slots."""
         per_page = self._rows_per_page
         return self._page_list[ordinals // per_page] * per_page + ordinals % per_page
 
     def observe(self, hits: int, misses: int, tally: NDArray[np.int64]) -> None:
-        """Count the hits and misses of a step; `tally` is a copy of the table's from about that time."""
-        self._tally = tally
+        """Count the hits and misses of a step; `tally` is that of the table from about that time."""
+        self._take(tally)
         self.hits += hits
         self.misses += misses
-        self.evictions, self.refills, self.moves = tally[[RowTally.EVICTED, RowTally.REFILLED, RowTally.MOVED]].tolist()
-        self.refused = int(tally[RowTally.REFUSED])
         self._missed_in_generation += misses
-        if self._missed_in_generation * _BITS_PER_MISS > self.table.seen.shape[1] * 32:
+        if self._missed_in_generation > self._misses_per_generation:
             self._missed_in_generation = 0
             self._generation = 1 - self._generation
             with InStream(self.stream):
                 self.table.seen[self._generation].zero_()
+
+    def _take(self, tally: NDArray[np.int64]) -> None:
+        """Take over the counts of the device."""
+        # In the order of `RowTally`.
+        self._admitted, self.evictions, self.refills, self.moves, self._ghosts, self.refused = tally.tolist()
 
     # Between steps.
 
@@ -301,7 +299,7 @@ class DeviceRows:
     def _room_to_refill(self) -> int:
         """Return the rows that a refill may read, as last observed."""
         room = self.capacity - self.num_resident
-        return min(room, int(self._tally[RowTally.GHOSTS]), self._copies.numel())
+        return min(room, self._ghosts, self._copies.numel())
 
     def _pop_ghosts(self, num: int) -> Tensor:  # (num,) int32, as `gather_rows` takes them
         table, top = self.table, self.table.tally[RowTally.GHOSTS]
@@ -322,7 +320,7 @@ class DeviceRows:
         """Queue rows for the next refills. Waits for the device, so that the next refill knows their number."""
         self._push_ghosts(torch.from_numpy(rows[-len(self.table.ghosts) :].astype(np.int32)).to(self._page_list.device))
         self.table.tally[RowTally.EVICTED] -= len(rows[-len(self.table.ghosts) :])  # the push counted them as evicted
-        self._tally = self.table.tally.cpu().numpy().copy()
+        self._take(self.table.tally.cpu().numpy())
 
     def _evict(self, slots: Tensor) -> None:
         """Empty these slots. slots: coldest first; some may be empty already."""

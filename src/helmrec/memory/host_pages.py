@@ -48,6 +48,11 @@ class SavesInFlight:
         """Whether a running save still writes one of these slots."""
         return any(not saving.slots.isdisjoint(slots) for saving in self._unended())
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether all saves are known to have ended."""
+        return not self._saving
+
     def _unended(self) -> "deque[_Saving]":
         while self._saving and self._saving[0].has_ended():
             self._saving.popleft()
@@ -93,6 +98,11 @@ class HostPages:
 
     def close(self) -> None:
         self._buffer.close()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save may still run."""
+        return not self._saves.is_empty
 
     def save(self, saves: Sequence[PageSave]) -> None:
         """Copy pages to host slots; on a card, return before the copies end."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from helmrec.memory.kv_admission import VisitLog, has_room, idle_s, is_admitted, is_evicted_last
+from helmrec.memory.kv_admission import Admission, VisitLog, has_room, idle_s, is_admitted, is_evicted_last
 from helmrec.memory.kv_host_tier import KVHostTier, PageKey, PageSave
 from helmrec.memory.ledger import PageLedger
 from helmrec.memory.prefix import NO_HISTORY, EpochRun, KVPlan, Match, PageCopy, PageLoad, Prefix, epoch_per_token
@@ -41,13 +41,13 @@ class KVCache:
         self.limits = limits
         self._host_tier = host_tier or KVHostTier(num_slots=0)
         self.reserve_pages = 1  # kept free for the next step, so that one-time users evict no other prefix
-        self._pages = SharedPages(ledger)
+        self._ledger, self._pages = ledger, SharedPages(ledger)
         self._epochs = epochs
         self._admission = admission
         self._visits = VisitLog()
-        self._users: dict[UserId, list[Prefix]] = {}
-        self._order: OrderedDict[int, Prefix] = OrderedDict()  # id(prefix) -> prefix, coldest first
-        self._running: dict[int, Prefix] = {}  # new in a running step, not yet admitted or refused
+        self._users: dict[UserId, list[Prefix]] = {}  # kept prefixes
+        self._order: OrderedDict[int, Prefix] = OrderedDict()  # id(prefix) -> kept prefix, coldest first
+        self._new: dict[UserId, list[Prefix]] = {}  # of running steps, not yet admitted or refused
         self._unsaved: deque[tuple[Prefix, int]] = deque()  # full pages not yet offered to the host tier
         self.reused_tokens = self.total_tokens = 0
         self.evicted_pages = 0
@@ -139,14 +139,14 @@ class KVCache:
             return
         self._settle(prefix, plan)
         prefix.last_use_s = now
-        was_probationary, is_new = prefix.is_probationary, id(prefix) in self._running
+        was_probationary = prefix.is_probationary
         if not is_ahead:  # a prefix computed ahead has no scores yet that show it to be finite
             prefix.sound = max(prefix.sound, min(plan.num_tokens, prefix.settled))
-        is_kept = is_ahead or self._count_visit(plan, prefix, now)
-        if is_new and is_kept:
-            self._adopt(prefix)
+        stays = is_ahead or self._count_visit(plan, prefix, now)
+        if stays and not prefix.is_kept:
+            self._keep(prefix)
             prefix.is_probationary |= is_ahead
-        if id(prefix) in self._order:
+        if prefix.is_kept:
             self._order.move_to_end(id(prefix), last=is_evicted_last(prefix.is_probationary, is_ahead))
             if not prefix.is_probationary:  # once admitted, all of it is saved
                 self._note_unsaved(0 if was_probationary else plan.num_resident, plan.num_tokens, prefix)
@@ -175,14 +175,15 @@ class KVCache:
         self.reused_tokens += plan.num_resident
         self.total_tokens += plan.num_tokens
         seen = self._visits.record(prefix.user_id, now)
-        if id(prefix) in self._order and not prefix.is_probationary:
+        if prefix.is_kept and not prefix.is_probationary:
             return True
-        coldest = self._coldest_idle()
+        coldest = self._coldest_idle() if self._admission == Admission.BENEFIT else None  # others do not ask for it
         coldest_s = 0.0 if coldest is None else idle_s(coldest.is_probationary, coldest.last_use_s, now)
         prefix.is_probationary = not is_admitted(self._admission, seen, prefix.num_tokens, coldest_s)
-        others_pages = sum([len(other.pages) for other in self._running.values()]) - len(prefix.pages)
-        num_free = self._pages.num_free + others_pages
-        return not prefix.is_probationary or has_room(self._admission, num_free, self.reserve_pages)
+        if not prefix.is_probationary:
+            return True
+        others_pages = sum([len(other.pages) for mates in self._new.values() for other in mates]) - len(prefix.pages)
+        return has_room(self._admission, self._ledger.num_free + others_pages, self.reserve_pages)
 
     def hold(self, user_id: UserId) -> None:
         """Move a user's prefixes to the warm end of the eviction order."""
@@ -197,7 +198,7 @@ class KVCache:
 
     def restore_reserve(self) -> None:
         """Evict until `reserve_pages` are free for the next step."""
-        self.evict(self.reserve_pages - self._pages.num_free)
+        self.evict(self.reserve_pages - self._ledger.num_free)
 
     def abort(self, plan: KVPlan) -> None:
         """End a plan whose step failed or did not use it: drop the tokens that only it would have written.
@@ -225,21 +226,23 @@ class KVCache:
     @property
     def is_idle(self) -> bool:
         """Whether no running step holds a pin."""
-        return not self._running and all(prefix.pins == 0 for prefix in self._order.values())
+        return not self._new and all(prefix.pins == 0 for prefix in self._order.values())
 
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` pages, tail first, from the coldest unpinned prefixes; return how many."""
         freed = 0
         while freed < num_pages and (victim := self._coldest_idle()) is not None:
-            before = self._pages.num_free
-            self._drop_pages(victim, max(0, len(victim.pages) - (num_pages - freed)))
+            keep = max(0, len(victim.pages) - (num_pages - freed))
+            freed += self._drop_pages(victim, keep)  # fewer than dropped if a fork shares some
             self._discard_if_empty(victim)
-            freed += self._pages.num_free - before  # fewer than dropped if a fork shares some
         self.evicted_pages += freed
         return freed
 
     def _coldest_idle(self) -> Prefix | None:
-        return next((prefix for prefix in self._order.values() if prefix.pins == 0), None)
+        for prefix in self._order.values():  # a plain loop: a generator takes as long again
+            if not prefix.pins:
+                return prefix
+        return None
 
     def _match(self, history: History, now: float) -> Match | None:
         """Return the user's prefix that shares the most tokens with `history`, cut to its fresh tokens."""
@@ -250,13 +253,15 @@ class KVCache:
         if found is None:
             return None
         fresh = self._fresh_tokens(found.prefix, history, found.num_tokens, now)
+        if fresh == found.num_tokens:
+            return found
         return Match(found.prefix, fresh) if fresh else None
 
     def _longest(self, history: History) -> Match | None:
         user_id, best, most = history.user_id, None, 0
         known = self._users.get(user_id, ())
-        if self._running:
-            known = (*known, *[prefix for prefix in self._running.values() if prefix.user_id == user_id])
+        if user_id in self._new:
+            known = (*known, *self._new[user_id])
         for prefix in known:
             offered = prefix.sound if prefix.is_suspect else prefix.num_tokens
             shared = min(common_tokens(prefix.states, history.states), offered)
@@ -282,7 +287,7 @@ class KVCache:
     def _reuse(self, match: Match) -> KVPlan:
         match.prefix.pins += 1
         pages = match.prefix.pages[: self._pages_for(match.num_tokens)]
-        return KVPlan(match.prefix, match.num_tokens, match.num_tokens, pages, num_before=match.prefix.num_tokens)
+        return KVPlan(match.prefix, match.num_tokens, match.num_tokens, pages, match.prefix.num_tokens)
 
     def _extend(self, prefix: Prefix, history: History) -> KVPlan | None:
         resident = prefix.num_tokens
@@ -290,15 +295,15 @@ class KVCache:
         if not self._grow(prefix, history):
             prefix.pins -= 1
             return None
-        return KVPlan(prefix, resident, history.num_tokens, list(prefix.pages), num_before=resident)
+        return KVPlan(prefix, resident, history.num_tokens, prefix.pages[:], resident)
 
     def _start(self, history: History, now: float) -> KVPlan | None:
         prefix = Prefix(history.user_id, history.states, [], pins=1)
         prefix.verified_s, prefix.verified_epoch = now, self._epochs.current
         if not self._grow(prefix, history):
             return None
-        self._running[id(prefix)] = prefix
-        return KVPlan(prefix, 0, history.num_tokens, list(prefix.pages))
+        self._new.setdefault(prefix.user_id, []).append(prefix)
+        return KVPlan(prefix, 0, history.num_tokens, prefix.pages[:])
 
     def _fork(self, match: Match, history: History) -> KVPlan | None:
         """Plan a new prefix that shares the donor's full pages and copies its part of a partial page."""
@@ -307,7 +312,7 @@ class KVCache:
         if resident > donor.settled:  # a page that a running step still writes cannot be copied yet
             resident = max(resident - resident % page_tokens, donor.settled)
         shared = donor.pages[: resident // page_tokens]
-        prefix = Prefix(history.user_id, history.states, list(donor.made_at), list(shared), resident, pins=1)
+        prefix = Prefix(history.user_id, history.states, list(donor.made_at), shared[:], resident, pins=1)
         prefix.settled, prefix.sound = min(resident, donor.settled), min(resident, donor.sound)
         prefix.verified_s, prefix.verified_epoch = donor.verified_s, donor.verified_epoch
         donor.pins += 1
@@ -315,10 +320,10 @@ class KVCache:
             donor.pins -= 1
             return None
         self._pages.hold(shared)
-        self._running[id(prefix)] = prefix
+        self._new.setdefault(prefix.user_id, []).append(prefix)
         partial = resident % page_tokens
         copy = PageCopy(donor.pages[len(shared)], prefix.pages[len(shared)], partial) if partial else None
-        return KVPlan(prefix, resident, history.num_tokens, list(prefix.pages), copy, donor=donor, num_before=resident)
+        return KVPlan(prefix, resident, history.num_tokens, prefix.pages[:], resident, copy, donor=donor)
 
     def _overwrite(self, prefix: Prefix, resident: int, history: History) -> KVPlan | None:
         """Replace a prefix by another history of its user, when there are too few pages for both."""
@@ -332,29 +337,34 @@ class KVCache:
     def _grow(self, prefix: Prefix, history: History) -> bool:
         """Give the prefix pages for all of `history`; False, with nothing changed, if there are not enough."""
         missing = self._pages_for(history.num_tokens) - len(prefix.pages)
-        short = missing - self._pages.num_free
-        idle = (other.pages for other in self._order.values() if not other.pins)
-        if short > 0 and not self._pages.would_free(idle, short):
+        short = missing - self._ledger.num_free
+        if short > 0 and not self._make_room(short):
             return False
-        if short > 0:
-            self.evict(short)
         if missing:
             prefix.pages.extend(self._pages.take(missing))
-        while prefix.made_at and prefix.made_at[-1].first >= prefix.num_tokens:
-            prefix.made_at.pop()
-        if not prefix.made_at or prefix.made_at[-1].epoch != self._epochs.current:
-            prefix.made_at.append(EpochRun(prefix.num_tokens, self._epochs.current))
+        made_at, epoch = prefix.made_at, self._epochs.current
+        while made_at and made_at[-1].first >= prefix.num_tokens:
+            made_at.pop()
+        if not made_at or made_at[-1].epoch != epoch:
+            made_at.append(EpochRun(prefix.num_tokens, epoch))
         prefix.states = history.states
         prefix.num_tokens = history.num_tokens
         return True
 
-    def _adopt(self, prefix: Prefix) -> None:
-        del self._running[id(prefix)]
+    def _make_room(self, num_pages: int) -> bool:
+        """Evict to free `num_pages` more; False, with nothing evicted, if too few can be freed."""
+        idle = (prefix.pages for prefix in self._order.values() if not prefix.pins)
+        return self._pages.would_free(idle, num_pages) and self.evict(num_pages) >= num_pages
+
+    def _keep(self, prefix: Prefix) -> None:
+        """Enter a new prefix in the order of eviction."""
+        _take_out(self._new, prefix)
+        prefix.is_kept = True
         self._order[id(prefix)] = prefix
         self._users.setdefault(prefix.user_id, []).append(prefix)
 
     def _limit_forks(self, user_id: UserId) -> None:
-        mates = self._users.get(user_id, [])
+        mates = self._users.get(user_id, ())
         surplus = len(mates) - self.limits.max_forks
         if surplus <= 0:
             return
@@ -368,13 +378,14 @@ class KVCache:
                 continue
             prefix.pins -= 1
             assert prefix.pins >= 0
-            if prefix.pins == 0 and prefix.is_suspect:
+            if prefix.pins:
+                continue
+            if prefix.is_suspect:
                 self._cut_to_sound(prefix)
-            if prefix.pins == 0 and id(prefix) in self._running:
+            if not prefix.is_kept:
                 self.refused_prefixes += 1
                 self._truncate(prefix, 0)
-            if prefix.pins == 0:
-                self._discard_if_empty(prefix)
+            self._discard_if_empty(prefix)
 
     def _cut_to_sound(self, prefix: Prefix) -> None:
         """Drop the tokens beyond `sound` of a suspect prefix, here and on the host."""
@@ -387,12 +398,9 @@ class KVCache:
     def _discard_if_empty(self, prefix: Prefix) -> None:
         if prefix.pages:
             return
-        self._running.pop(id(prefix), None)
-        if self._order.pop(id(prefix), None) is not None:
-            mates = self._users[prefix.user_id]
-            mates.remove(prefix)
-            if not mates:
-                del self._users[prefix.user_id]
+        if prefix.is_kept:
+            del self._order[id(prefix)]
+        _take_out(self._users if prefix.is_kept else self._new, prefix)
 
     def _drop(self, prefix: Prefix) -> None:
         self._truncate(prefix, 0)
@@ -410,11 +418,12 @@ class KVCache:
         self._drop_pages(prefix, self._pages_for(num_tokens))
         self._shorten(prefix, num_tokens)
 
-    def _drop_pages(self, prefix: Prefix, keep: int) -> None:
+    def _drop_pages(self, prefix: Prefix, keep: int) -> int:
+        """Keep the first pages; return how many have become free."""
         dropped = prefix.pages[keep:]
         del prefix.pages[keep:]
-        self._pages.release(dropped)
         self._shorten(prefix, keep * self.limits.page_tokens)
+        return self._pages.release(dropped)
 
     def _shorten(self, prefix: Prefix, num_tokens: int) -> None:
         prefix.num_tokens = min(prefix.num_tokens, num_tokens)
@@ -422,7 +431,10 @@ class KVCache:
         prefix.sound = min(prefix.sound, prefix.num_tokens)
 
     def check(self) -> None:
-        prefixes = [*self._order.values(), *self._running.values()]
+        new = [prefix for mates in self._new.values() for prefix in mates]
+        prefixes = [*self._order.values(), *new]
+        assert all(prefix.is_kept for prefix in self._order.values()), "a prefix in the order does not know it"
+        assert all(prefix.pins and not prefix.is_kept for prefix in new), "a new prefix outlived its step"
         for prefix in prefixes:
             assert prefix.pages, "an empty prefix is kept"
             assert len(prefix.pages) == self._pages_for(prefix.num_tokens), "a prefix has pages it does not fill"
@@ -438,3 +450,11 @@ class KVCache:
         assert all(self._order.get(id(p)) is p for p in kept), "a user's prefix is not in the eviction order"
         tails = [p.pages[-1] for p in prefixes if p.num_tokens % self.limits.page_tokens]
         assert len(set(tails)) == len(tails), "two prefixes write one partial page"
+
+
+def _take_out(by_user: dict[UserId, list[Prefix]], prefix: Prefix) -> None:
+    """Remove a prefix from the prefixes of its user."""
+    mates = by_user[prefix.user_id]
+    mates.remove(prefix)
+    if not mates:
+        del by_user[prefix.user_id]

@@ -20,6 +20,9 @@ class Owner(IntEnum):
     DRAINING = 3
 
 
+_CACHES = (Owner.EMB, Owner.KV)
+
+
 @dataclass(frozen=True, slots=True)
 class _Drain:
     epoch: int
@@ -53,9 +56,9 @@ class PageLedger:
 
     def allocate(self, owner: Owner, num: int) -> list[int]:
         """Give `num` free pages to `owner`. The caller has checked `num_free`."""
-        assert owner in (Owner.EMB, Owner.KV)
-        assert num <= self.num_free, f"asked for {num} pages, {self.num_free} are free"
+        assert owner in _CACHES
         split = len(self._free) - num
+        assert split >= 0, f"asked for {num} pages, {self.num_free} are free"
         pages = self._free[split:]
         del self._free[split:]
         self._set(pages, Owner.FREE, owner)

@@ -1,12 +1,22 @@
 """The values of KV bookkeeping: a resident prefix, and the plan of one request in a step."""
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from helmrec.memory.prefix_hash import Epochs, States
 from helmrec.types import UserId
+
+# Numbers of 32 bits: a step copies the pages of whole histories, and of a list every number is an object to touch.
+PageNumbers: TypeAlias = "array[int]"
+
+
+def page_numbers(pages: Iterable[int] = ()) -> PageNumbers:
+    """Return these page numbers as an array."""
+    return array("i", pages)
 
 
 class EpochRun(NamedTuple):
@@ -23,12 +33,13 @@ class Prefix:
     user_id: UserId
     states: States  # chain states; the first `num_tokens` are in pages
     made_at: list[EpochRun]  # the row epochs its tokens were computed at
-    pages: list[int] = field(default_factory=list)
+    pages: PageNumbers = field(default_factory=page_numbers)
     num_tokens: int = 0
     settled: int = 0  # tokens whose K/V were written by steps that have ended
     sound: int = 0  # tokens that gave finite scores, so their K/V are finite; at most `settled`
     is_suspect: bool = False  # it gave non-finite scores: tokens beyond `sound` are neither reused nor kept
     pins: int = 0
+    is_kept: bool = False  # in the order of eviction; until then it is new in a running step
     is_probationary: bool = False  # not admitted by the policy: kept while pages are free, or computed ahead
     last_use_s: float = 0.0
     verified_s: float = 0.0  # time at which all its rows were last compared with updates
@@ -57,18 +68,18 @@ class KVPlan(NamedTuple):
     prefix: Prefix | None  # None: there is no history
     num_resident: int
     num_tokens: int
-    pages: list[int]
+    pages: PageNumbers
+    num_before: int = 0  # tokens of the prefix before this plan, including those that a running step computes
     copy: PageCopy | None = None
     loads: tuple[PageLoad, ...] = ()  # resident pages that must be loaded from the host first
     donor: Prefix | None = None  # pinned too: its pages are shared or copied
-    num_before: int = 0  # tokens of the prefix before this plan, including those that a running step computes
 
     @property
     def num_new(self) -> int:
         return self.num_tokens - self.num_resident
 
 
-NO_HISTORY = KVPlan(prefix=None, num_resident=0, num_tokens=0, pages=[])
+NO_HISTORY = KVPlan(prefix=None, num_resident=0, num_tokens=0, pages=page_numbers())
 
 
 class Match(NamedTuple):

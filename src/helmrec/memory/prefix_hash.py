@@ -13,7 +13,7 @@ as only equality is revealed; docs/decisions/0021-a-keyed-prefix-hash.md derives
 import hashlib
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numba
@@ -45,10 +45,10 @@ class History:
     context_rows: IntArray  # (context,)
     event_rows: IntArray  # (features, events)
     states: States  # (context + events,) chain state after each token
+    num_tokens: int = field(init=False)  # counted here and not for each step, whose host time is scarce
 
-    @property
-    def num_tokens(self) -> int:
-        return self.states.size
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", self.states.size)
 
 
 class ChainState(NamedTuple):
@@ -174,10 +174,10 @@ def _words(fields: NDArray[np.uint64], columns: IntArray) -> NDArray[np.uint64]:
     num_fields, num_events = columns.shape
     words = np.zeros((2, num_events), np.uint64)
     first, second = words[0], words[1]
-    for field in range(num_fields):  # field by field: these loops become vector instructions
-        low_first, high_first = fields[field, 0], fields[field, 1]
-        low_second, high_second = fields[field, 2], fields[field, 3]
-        values = columns[field]
+    for line in range(num_fields):  # field by field: these loops become vector instructions
+        low_first, high_first = fields[line, 0], fields[line, 1]
+        low_second, high_second = fields[line, 2], fields[line, 3]
+        values = columns[line]
         for i in range(num_events):
             first[i] += mix_field(np.uint64(values[i]), low_first, high_first)
             second[i] += mix_field(np.uint64(values[i]), low_second, high_second)

@@ -15,15 +15,12 @@ class SharedPages:
         self._ledger = ledger
         self._refs = [0] * ledger.num_pages
 
-    @property
-    def num_free(self) -> int:
-        return self._ledger.num_free
-
     def take(self, num: int) -> list[int]:
         """Allocate free pages with one reference each."""
         pages = self._ledger.allocate(Owner.KV, num)
+        refs = self._refs
         for page in pages:
-            self._refs[page] = 1
+            refs[page] = 1
         return pages
 
     def hold(self, pages: Sequence[int]) -> None:
@@ -31,11 +28,15 @@ class SharedPages:
         for page in pages:
             self._refs[page] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Remove a reference from each page; free those without any."""
+    def release(self, pages: Sequence[int]) -> int:
+        """Remove a reference from each page; free those without any, and return how many."""
+        refs, unused = self._refs, list[int]()
         for page in pages:
-            self._refs[page] -= 1
-        self._ledger.free([page for page in pages if self._refs[page] == 0])
+            refs[page] = left = refs[page] - 1
+            if not left:
+                unused.append(page)
+        self._ledger.free(unused)
+        return len(unused)
 
     def is_shared(self, page: int) -> bool:
         return self._refs[page] > 1

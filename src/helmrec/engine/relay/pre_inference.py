@@ -96,6 +96,8 @@ class Relay:
 
     def begin_step(self, kv_pages: int, now: float) -> list[Reply]:
         """End leases and decide about waiting signals; the caller completes their futures without any lock."""
+        if not self._leases and not self._waiting:
+            return []
         self.expire(now)
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
         return [Reply(each.future, self._taken(each, kv_pages, now)) for each in waiting]
