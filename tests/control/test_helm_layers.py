@@ -300,10 +300,11 @@ def test_pages_that_hold_nothing_change_owner_at_once() -> None:
     assert paid_path(Payback(), 0.1, 1, filled=0.0) == [0.7]
 
 
-@pytest.mark.parametrize(("is_burst", "queued"), [(True, 0), (False, MODEL.most_requests + 1)])
-def test_in_bursts_and_with_a_queue_a_move_is_made_at_once(is_burst: bool, queued: int) -> None:
-    view = view_of_pool(0.3, 0.0, is_burst=is_burst, queued=queued)
-    assert Payback().propose(view, Proposal("base", 0.7, "", 0.1), MODEL) is None
+@pytest.mark.parametrize(("is_burst", "goes_at_once"), [(False, True), (True, False)])
+def test_with_a_queue_that_no_burst_left_a_move_is_made_at_once(is_burst: bool, goes_at_once: bool) -> None:
+    view = view_of_pool(0.3, 0.0, is_burst=is_burst, queued=MODEL.most_requests + 1)
+    paid = Payback().propose(view, Proposal("base", 0.7, "", 0.1), MODEL)
+    assert (paid is None) == goes_at_once
 
 
 def test_what_staying_cost_is_forgotten_when_the_other_side_is_wanted() -> None:

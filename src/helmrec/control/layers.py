@@ -210,8 +210,9 @@ class Payback:
 
     A move costs misses until the pages that change owner are filled again, here and on the way back. Staying costs the
     predicted gain, request by request. To spend half of this on moving needs no forecast of how long a gain lasts; for
-    convex costs it is at most three times as dear as the best path (Bansal et al., 2015). In bursts, and while more
-    requests wait than a step takes, the move is made at once: then late requests cost more than misses.
+    convex costs it is at most three times as dear as the best path (Bansal et al., 2015). While more requests wait than
+    a step takes, the move is made at once: then late requests cost more than misses. Queues of bursts pass by
+    themselves; what a burst costs by staying pays for as much of a move as it is worth.
     """
 
     def __init__(self) -> None:
@@ -224,15 +225,13 @@ class Payback:
         traffic, distance = window.traffic, abs(wanted.alpha - start)
         toward = math.copysign(1.0, wanted.alpha - start) if distance else 0.0
         self._lost_ms, self._toward = self._lost_ms if toward == self._toward else 0.0, toward
-        if not distance or view.is_burst or traffic.num_queued > model.most_requests:
+        if not distance or (traffic.num_queued > model.most_requests and not view.is_burst):
             self._lost_ms = 0.0
             return None
         here_ms = newest.at(start)
         gain_ms = max(wanted.gain_ms, EQUAL / 2 * here_ms)  # an equal split is wanted for what may come
         self._lost_ms += gain_ms * traffic.arrival_rate * (traffic.end_s - traffic.start_s)
-        waits = max(
-            1.0, here_ms / value_at(newest.stages_ms, start)
-        )  # latency over stage time: a miss delays others too
+        waits = max(1.0, here_ms / value_at(newest.stages_ms, start))  # latency over stage time: others wait too
         price_ms = waits * model.fill_ms(window)  # of a move across the whole pool
         reach = _SPENT * self._lost_ms / price_ms if price_ms else distance
         if reach >= distance:
