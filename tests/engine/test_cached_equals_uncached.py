@@ -683,5 +683,5 @@ def test_a_planted_bug_is_caught(
     # Mostly a wrong score; the shared tail may also break the cache's own books, which check() sees first.
     with pytest.raises(AssertionError, match=r"off by|settled than held|background work failed|without end|forgotten"):
         run(1_000, phases=(Phase.generate,), derandomize=True, report_multiple_bugs=False)
-        for number in range(10 if bug in RARE else 0):
+        for number in range(10 if bug in RARE else 4):  # which streams are drawn depends on what a process has loaded
             run(1_000, number=number, phases=(Phase.generate,), report_multiple_bugs=False)
