@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helmrec.control.latency import ALPHAS, Bias, LatencyModel, Prediction
-from helmrec.control.layers import EQUAL, SETTLED, Bursts, Payback, Proposal, Residual, Rule, View, propose
+from helmrec.control.layers import EQUAL_SHARE, SETTLED, Bursts, Payback, Proposal, Residual, Rule, View, propose
 from helmrec.control.moves import MoveLog
 from helmrec.control.policy import WindowStats
 from helmrec.steps import Step
@@ -42,7 +42,7 @@ def test_of_equals_the_rule_takes_the_one_nearest_the_middle() -> None:
     two = FLAT.copy()
     two[[2, 20]] = 5.0
     assert chosen(two, window(0.5)) == chosen(two, window(0.1)) == ALPHAS[20]
-    two[2] = 5.0 / (1 + 1.1 * EQUAL)
+    two[2] = 5.0 / (1 + 1.1 * EQUAL_SHARE)
     assert chosen(two, window(0.5)) == ALPHAS[2]
 
 
@@ -51,7 +51,7 @@ def test_the_rule_goes_back_to_the_middle_when_nothing_is_lost_there() -> None:
 
 
 def test_the_rule_stays_where_latency_is_less_than_at_an_equal_about_as_near_to_the_middle() -> None:
-    slope = FLAT * (1 + EQUAL * ALPHAS)  # all splits are equals, the lowest is the best
+    slope = FLAT * (1 + EQUAL_SHARE * ALPHAS)  # all splits are equals, the lowest is the best
     assert chosen(slope, window(0.47)) == 0.47
     assert chosen(slope, window(0.3)) == pytest.approx(0.5, abs=0.02)
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from helmrec.config import Frozen
 from helmrec.control.explain import Explanation
 from helmrec.control.latency import Bias, Fading, LatencyModel, Prediction
-from helmrec.control.layers import CHOSEN_ON_S, Bursts, Chooser, Payback, Proposal, Residual, Rule, View, propose
+from helmrec.control.layers import CHOICE_HALF_LIFE_S, Bursts, Chooser, Payback, Proposal, Residual, Rule, View, propose
 from helmrec.control.moves import MoveLog
 from helmrec.control.policy import Move, WindowStats
 
@@ -18,7 +18,7 @@ class HelmSettings(Frozen):
 
     has_residual: bool = Field(True, description="correct predictions by what was measured at the present split")
     has_bursts: bool = Field(True, description="weigh bursts of the last minutes in calm")
-    has_payback: bool = Field(True, description="weigh misses in pages that change owner against the gain")
+    has_payback: bool = Field(True, description="limit a move to what the cost of staying has paid for")
 
 
 class _Asked(NamedTuple):
@@ -45,7 +45,7 @@ class Helm:
         self.prediction: Prediction | None = None  # of the window after the last one
         self.explanation: Explanation | None = None
         self._asked: _Asked | None = None  # in the last window
-        self._raw, self._corrected = Fading(CHOSEN_ON_S), Fading(CHOSEN_ON_S)
+        self._raw, self._corrected = Fading(CHOICE_HALF_LIFE_S), Fading(CHOICE_HALF_LIFE_S)
 
     def decide(self, window: WindowStats) -> Move | None:
         predicted_ms = None if self.prediction is None else self.prediction.at(window.alpha)

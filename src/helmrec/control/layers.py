@@ -2,7 +2,7 @@
 
 *Base* wants the split where the prediction of the last seconds is least; it learns nothing. *Residual* corrects the
 prediction by what was measured. *Burst recovery* answers a burst at once; later it wants the split where calm and
-recent bursts cost least. *Payback* goes as far toward that split as is worth the misses in pages that change owner.
+recent bursts cost least. *Payback* limits how far alpha moves toward that split at once.
 """
 
 import math
@@ -16,10 +16,10 @@ from helmrec.control.latency import ALPHAS, RECENT_S, Bias, Fading, LatencyModel
 from helmrec.control.policy import WindowStats
 from helmrec.types import FloatArray
 
-CHOSEN_ON_S = 4.0  # half-life of predictions that layers choose on: shorter follows noise, longer trails drift
+CHOICE_HALF_LIFE_S = 4.0  # half-life of predictions that layers choose on: shorter follows noise, longer trails drift
 JUDGED_S = 15.0  # half-life of what was predicted and measured
-EQUAL = 0.015  # share of the latency within which splits are equals
-_SPENT = 1 / 2  # of what staying has cost, on filling pages: more pays for noise, less trails drift
+EQUAL_SHARE = 0.015  # share of the latency within which splits are equals
+_SPENT_SHARE = 1 / 2  # of the cost of staying that a move may cost: more follows noise, less trails drift
 SETTLED = 0.02  # distance of alpha from its target within which caches are what their shadows stand for
 _MOST_BIAS = 2.0  # factor, either way: what errs by more is another pool or traffic, and not believed
 _BURSTS_S = 300.0  # half-life of bursts: some periods of the usual ones
@@ -65,7 +65,7 @@ class Rule:
 
     def choose(self, mean_ms: FloatArray, view: View) -> float:
         window = view.window
-        alpha = nearest_middle(mean_ms, window.alpha_min, window.alpha_max, window.alpha_target, EQUAL)
+        alpha = nearest_middle(mean_ms, window.alpha_min, window.alpha_max, window.alpha_target, EQUAL_SHARE)
         if view.is_burst and value_at(mean_ms, alpha) >= value_at(mean_ms, window.alpha_target):
             return window.alpha_target
         return alpha
@@ -206,34 +206,35 @@ class Bursts:
 
 
 class Payback:
-    """Moves as far toward the wanted split as staying has paid for: at once for large gains, slowly for small ones.
+    """Limit a move to what the cost of staying has paid for: large gains move alpha at once, small ones slowly.
 
-    A move costs misses until the pages that change owner are filled again, here and on the way back. Staying costs the
-    predicted gain, request by request. To spend half of this on moving needs no forecast of how long a gain lasts; for
-    convex costs it is at most three times as dear as the best path (Bansal et al., 2015). While more requests wait than
-    a step takes, the move is made at once: then late requests cost more than misses. Queues of bursts pass by
-    themselves; what a burst costs by staying pays for as much of a move as it is worth.
+    A move costs misses until the pages that change owner are filled again. Staying costs the predicted gain of every
+    request. Half of this cost is spent on the move, so no forecast of how long the gain lasts is needed; for convex
+    costs the total is at most three times that of the best path (Bansal et al., 2015). While more requests wait than a
+    step takes, a move has no limit, since late requests cost more than misses. In a burst it has: the burst may end
+    before the pages are filled.
     """
 
     def __init__(self) -> None:
-        self._lost_ms = 0.0  # by staying, all requests together, since the last move
-        self._toward = 0.0  # -1, 0 or 1: the direction that was wanted
+        self._lost_ms = 0.0  # cost of staying since the last move, over all requests
+        self._direction = 0.0  # of the wanted split: -1, 0 or 1
 
     def propose(self, view: View, wanted: Proposal, model: LatencyModel) -> Proposal | None:
-        """A split on the way to the wanted one; None: all of the way may be gone."""
+        """Propose a split on the way to the wanted one; None: the move has no limit."""
         window, newest, start = view.window, view.newest, view.window.alpha_target
         traffic, distance = window.traffic, abs(wanted.alpha - start)
-        toward = math.copysign(1.0, wanted.alpha - start) if distance else 0.0
-        self._lost_ms, self._toward = self._lost_ms if toward == self._toward else 0.0, toward
+        direction = math.copysign(1.0, wanted.alpha - start) if distance else 0.0
+        if direction != self._direction:
+            self._lost_ms, self._direction = 0.0, direction
         if not distance or (traffic.num_queued > model.most_requests and not view.is_burst):
             self._lost_ms = 0.0
             return None
         here_ms = newest.at(start)
-        gain_ms = max(wanted.gain_ms, EQUAL / 2 * here_ms)  # an equal split is wanted for what may come
+        gain_ms = max(wanted.gain_ms, EQUAL_SHARE / 2 * here_ms)  # an equal split nearer the middle has no gain now
         self._lost_ms += gain_ms * traffic.arrival_rate * (traffic.end_s - traffic.start_s)
-        waits = max(1.0, here_ms / value_at(newest.stages_ms, start))  # latency over stage time: others wait too
-        price_ms = waits * model.fill_ms(window)  # of a move across the whole pool
-        reach = _SPENT * self._lost_ms / price_ms if price_ms else distance
+        slowdown = max(1.0, here_ms / value_at(newest.stages_ms, start))  # a miss delays requests that wait, too
+        price_ms = slowdown * model.fill_ms(window)  # of a move across the whole pool
+        reach = _SPENT_SHARE * self._lost_ms / price_ms if price_ms else distance
         if reach >= distance:
             self._lost_ms = 0.0
             return None
@@ -241,5 +242,5 @@ class Payback:
         if reach < SETTLED:
             return Proposal("payback", start, reason, 0.0)
         self._lost_ms = 0.0
-        alpha = start + toward * reach
+        alpha = start + direction * reach
         return Proposal("payback", alpha, reason, here_ms - newest.at(alpha))

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 from helmrec.control.latency import ALPHAS, RECENT_S, Arrivals, EngineModel, play
-from helmrec.control.layers import CHOSEN_ON_S, JUDGED_S
+from helmrec.control.layers import CHOICE_HALF_LIFE_S, JUDGED_S
 from helmrec.ppo.observation import Signal
 from helmrec.steps import MS_PER_S
 from helmrec.types import FloatArray
@@ -215,7 +215,7 @@ def _average(node: Any, newest_ms: FloatArray, served: ServedSecond, curves: Any
     """Average over seconds, and mix in the bursts that were seen, as `Helm` and `Bursts` do."""
     mean_ms, newest, averaged_ms, burst_ms = curves
     newest[:] = newest_ms
-    node.mean_weight = node.mean_weight * 2.0 ** (-1 / CHOSEN_ON_S) + served.num
+    node.mean_weight = node.mean_weight * 2.0 ** (-1 / CHOICE_HALF_LIFE_S) + served.num
     weight = served.num / max(1.0, node.mean_weight)
     averaged_ms += (newest_ms - averaged_ms) * (weight if node.time_s > 1 else 1.0)
     calm = node.calm_rate

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from helmrec.control.latency import ALPHAS
-from helmrec.control.layers import EQUAL, nearest_middle
+from helmrec.control.layers import EQUAL_SHARE, nearest_middle
 from helmrec.ppo.network import Network
 from helmrec.ppo.observation import Signal
 from helmrec.types import FloatArray
@@ -31,7 +31,9 @@ Chooser = Callable[[Fleet], FloatArray]
 def rule(fleet: Fleet) -> FloatArray:
     """As `control.layers.Rule`, for all nodes at once, in the largest steps that a network may take."""
     start, low, high = fleet.signals[:, Signal.ALPHA], float(ALPHAS[0]), float(ALPHAS[-1])
-    targets = [nearest_middle(curve, low, high, at, EQUAL) for at, curve in zip(start, fleet.mean_ms, strict=True)]
+    targets = [
+        nearest_middle(curve, low, high, at, EQUAL_SHARE) for at, curve in zip(start, fleet.mean_ms, strict=True)
+    ]
     return np.clip(np.array(targets), start + STEPS[0], start + STEPS[-1])
 
 
