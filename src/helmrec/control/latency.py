@@ -186,7 +186,7 @@ class LatencyModel:
         return _offered_ms(work, costs, self._history, self._others, window.traffic.arrival_rate)
 
     def fill_ms(self, window: WindowStats) -> float:
-        """Return the stage time of the misses that fill one pool of rows and one of K/V as far as this one is filled."""
+        """Return the stage time of the misses that fill a pool of rows and one of K/V as far as this one is filled."""
         costs = self.estimator.costs
         assert costs is not None
         rows = window.resident_rows / max(window.alpha, ALPHAS[0])
