@@ -22,6 +22,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -82,7 +83,10 @@ FULL = (
         4_000,
     ),
 )
-QUICK = (HostCase("kuairand", Crowd(4, 40, 60, 10), {"hits": Visit(40, 4, 10)}, 2_048, 24),)
+QUICK = (
+    HostCase("kuairand", Crowd(4, 40, 60, 10), {"hits": Visit(40, 4, 10), "first visits": Visit(0, 40, 10)}, 2_048, 24),
+)
+_FIRST_USERS = count(1 << 30, 1 << 20)  # no two crowds of new users share one
 JUDGED, LOADGEN = "dlrmv3", "loadgen"  # the shape that LoadGen judges, and the name of that part
 RUNTIME_CALLS = (  # of the CUDA runtime, each a part of its own
     (torch.cuda.CUDAGraph, "replay", "launches of graphs"),
@@ -142,9 +146,9 @@ def received(engine: Engine, prepared: list[Prepared]) -> tuple[list[Prepared], 
 class Visits:
     """New users, one batch after another, whose histories are resident as far as the visit says."""
 
-    def __init__(self, engine: Engine, visit: Visit, first_user: int) -> None:
-        self._engine, self._visit, self._user = engine, visit, first_user
-        self._rng = np.random.default_rng(first_user)
+    def __init__(self, engine: Engine, visit: Visit) -> None:
+        self._engine, self._visit, self._user = engine, visit, next(_FIRST_USERS)
+        self._rng = np.random.default_rng(self._user)
 
     def batch(self) -> list[RankRequest]:
         model, visit, requests = self._engine.model_config, self._visit, []
@@ -161,7 +165,7 @@ class Visits:
 
 def host_time(engine: Engine, visit: Visit, repeats: int) -> dict[str, Any]:
     """Milliseconds of eight requests: of intake, of receiving them ready, and of a step from queue to results."""
-    probe, visits = EngineProbe(engine), Visits(engine, visit, 1 << 30)
+    probe, visits = EngineProbe(engine), Visits(engine, visit)
     steps, intakes, receipts = [], [], []
     for _ in range(repeats):
         timed = visits.batch()
@@ -190,7 +194,7 @@ def by_part(engine: Engine, visit: Visit, repeats: int) -> dict[str, float]:
     assert spec is not None and spec.loader is not None
     host_parts = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(host_parts)
-    probe, visits, times, found = EngineProbe(engine), Visits(engine, visit, 1 << 31), host_parts.PartTimes(), []
+    probe, visits, times, found = EngineProbe(engine), Visits(engine, visit), host_parts.PartTimes(), []
     with host_parts.timed(times, RUNTIME_CALLS):
         for _ in range(repeats):
             prepared = [probe.prepare(request) for request in visits.batch()]
