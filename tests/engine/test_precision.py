@@ -13,7 +13,7 @@ from helmrec.engine.intake import Intake
 from helmrec.engine.precision import audit_tolerance, cache_version
 from helmrec.errors import ConfigError
 from helmrec.memory.prefix_hash import HashKey
-from helmrec.model.precision import LOW_PRECISIONS, Precision
+from helmrec.model.precision import FULL_PRECISION, LOW_PRECISIONS, Precision
 from helmrec.model.profiles import profile
 from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.plan import PlanConfig
@@ -108,6 +108,21 @@ def test_a_card_says_that_the_portable_kernel_reads_codes() -> None:
     (line,) = setup._slower_path(shape, both)
     assert line.endswith("q.k of eight-bit floats needs a bfloat16 model with heads of 64, 128 or 256 values")
     assert not setup._slower_path(profile("dlrmv3", 1_000), both)
+    ends_within_a_key = tiny_config(num_heads=3, qk_dim=50, v_dim=50, row_dim=100)
+    (line,) = setup._slower_path(ends_within_a_key, EngineConfig(device="cuda", row_dtype="int8", page_tokens=16))
+    assert line.endswith("a page of 16 tokens is no whole number of keys long")
+
+
+@pytest.mark.parametrize("page_tokens", [64, 128])
+@pytest.mark.parametrize("precision", [FULL_PRECISION, *LOW_PRECISIONS.values()])
+@pytest.mark.parametrize("name", ["dlrmv3", "wide", "nvidia-bench", "kuairand", "paper"])
+def test_a_card_can_copy_keys_out_of_pages_in_every_precision(
+    name: str, precision: Precision, page_tokens: int
+) -> None:
+    config = EngineConfig(device="cuda", page_tokens=page_tokens, **precision._asdict())
+    geometry = setup.page_geometry(profile(name, 1_000), config)
+    assert geometry.has_whole_keys
+    assert geometry.kv_waste < 0.05
 
 
 def test_wide_heads_in_codes_are_refused_before_hopper() -> None:

@@ -137,6 +137,7 @@ def _without_kept_kv(config: EngineConfig) -> EngineConfig:
 def _slower_path(shape: ModelConfig, config: EngineConfig) -> tuple[str, ...]:
     """Say so if an engine cannot use the fastest attention of a card."""
     is_fp8, is_wide = config.kv_dtype == "fp8_e4m3", config.compute_dtype == "model"
+    geometry = page_geometry(shape, config)
     fits = shape.dtype == "bfloat16" and shape.qk_dim == shape.v_dim and shape.qk_dim in {64, 128, 256}
     reasons = (
         ("this model has an attention bias", shape.attention_bias is not None),
@@ -144,6 +145,7 @@ def _slower_path(shape: ModelConfig, config: EngineConfig) -> tuple[str, ...]:
         ("it alone reads K/V of kv_dtype int8", config.kv_dtype == "int8"),
         ("it alone reads K/V of kv_dtype fp8_e4m3 with compute_dtype model", is_fp8 and is_wide),
         ("q.k of eight-bit floats needs a bfloat16 model with heads of 64, 128 or 256 values", is_fp8 and not fits),
+        (f"a page of {geometry.page_tokens} tokens is no whole number of keys long", not geometry.has_whole_keys),
     )
     found = [reason for reason, is_given in reasons if is_given]
     if config.device != "cuda" or not found:

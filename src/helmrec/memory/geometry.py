@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 _ALIGN_ROW = 16
 _ALIGN_PAGE = 256
+_MOST_PADDING = 0.05  # of a KV page, for pages that a card's copy engine can read
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,23 @@ class PageGeometry:
 
     @property
     def page_bytes(self) -> int:
-        return _round_up(self.page_tokens * self.token_bytes, math.lcm(self.row_stride, _ALIGN_PAGE))
+        """Bytes of a page: a whole number of rows and, if that takes little padding, of keys too.
+
+        A card's copy engine reads pages that lie a whole number of keys apart.
+        """
+        kv_bytes, rows = self.page_tokens * self.token_bytes, math.lcm(self.row_stride, _ALIGN_PAGE)
+        of_whole_keys = _round_up(kv_bytes, math.lcm(rows, self._key_bytes))
+        return of_whole_keys if of_whole_keys <= (1 + _MOST_PADDING) * kv_bytes else _round_up(kv_bytes, rows)
+
+    @property
+    def has_whole_keys(self) -> bool:
+        """Whether a page is a whole number of keys of one layer."""
+        return self.page_bytes % self._key_bytes == 0
+
+    @property
+    def _key_bytes(self) -> int:
+        """Bytes of the key of a token in one layer."""
+        return self.num_heads * self.qk_dim * self.kv_itemsize
 
     @property
     def rows_per_page(self) -> int:
