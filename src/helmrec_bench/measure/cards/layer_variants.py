@@ -135,11 +135,10 @@ def graph_ms(run: Callable[[], object]) -> float:
 
 
 class Variant(NamedTuple):
-    """A precision, settings of kernels that differ from those in use, and the rows that are timed."""
+    """A precision, and settings of kernels that differ from those in use."""
 
     precision: Precision
     settings: tuple[tuple[str, Any], ...] = ()  # where, and what
-    rows: tuple[str, ...] = TIMED
 
 
 _KERNELS, _LAYERS = "helmrec.kernels", LOW_PRECISIONS["fp8-layers"]
@@ -148,7 +147,6 @@ VARIANTS = {
     "bf16": Variant(FULL_PRECISION),
     "fp8-products": Variant(LOW_PRECISIONS["fp8-products"]),
     "fp8-layers": Variant(_LAYERS),
-    "blocks of 64": Variant(_LAYERS, ((f"{_KERNELS}.attention_plan.BLOCK_OF_CODES", 64),), (TIMED[0], TIMED[5])),
     "small tiles": Variant(_LAYERS, ((_TILES, {128: (64, 128, 4, 4, 128), 256: (64, 128, 4, 2, None)}),)),
     "few warps": Variant(_LAYERS, ((_TILES, {128: (128, 128, 4, 3, None), 256: (128, 64, 8, 3, None)}),)),
 }
@@ -157,7 +155,7 @@ VARIANTS = {
 def time_variant(name: str) -> None:
     """Time one variant, row after row; a line of JSON for each time, as soon as it is known."""
     variant = VARIANTS[name]
-    for row in (row for row in ROWS if row.name in variant.rows):
+    for row in (row for row in ROWS if row.name in TIMED):
         usual = None
         if variant.settings:
             torch.manual_seed(0)
@@ -190,13 +188,13 @@ def all_times(names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
 
 def print_times(found: dict[str, list[dict[str, Any]]]) -> None:
     """One line for each row of the table, one column for each variant."""
-    lines = [[work, *(_cell(told, work, VARIANTS[name]) for name, told in found.items())] for work in TIMED]
+    lines = [[work, *(_cell(told, work) for told in found.values())] for work in TIMED]
     print(markdown_table(["layers, ms", *found], lines))
 
 
-def _cell(told: list[dict[str, Any]], work: str, variant: Variant) -> str:
+def _cell(told: list[dict[str, Any]], work: str) -> str:
     times = [str(each["ms"]) for each in told if each.get("work") == work and "ms" in each]
-    return times[0] if times else "failed" if work in variant.rows else ""
+    return times[0] if times else "failed"
 
 
 if __name__ == "__main__":

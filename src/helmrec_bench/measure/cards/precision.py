@@ -31,7 +31,6 @@ from helmrec.model.precision import FULL_PRECISION, LOW_PRECISIONS, Precision, T
 from helmrec.model.profiles import profile
 from helmrec.model.weights import LoadedModel, load_model, random_dense
 from helmrec.traffic.request_lines import read_held_out
-from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.measure.cards.coded_attention import attention_times
 from helmrec_bench.measure.cards.equal_scores import compare_scores
 from helmrec_bench.measure.cards.kernels import (
@@ -49,6 +48,7 @@ from helmrec_bench.measure.cards.meta_layers import meta_times
 from helmrec_bench.report.files import markdown_table
 
 PARTS = ("checks", "layers", "capacity", "equality", "quality")
+VARIANTS_PART = "variants"  # to tune with
 NEED_CARD = ("checks", "layers")
 KV_DTYPES: tuple[FixedKVDtype, ...] = ("model", "fp8_e4m3", "int8")
 TIMED_PRECISIONS = (FULL_PRECISION, LOW_PRECISIONS["fp8-products"], LOW_PRECISIONS["fp8-layers"])
@@ -253,29 +253,28 @@ def options(parser: ArgumentParser) -> None:
 
 
 def default_out(flags: Namespace) -> str:
-    if flags.variants is not None:
-        return "gpu-precision-variants-h200.json"
     return "gpu-precision-h200.json" if flags.device == "cuda" else "precision-cpu.json"
 
 
-def time_variants(names: Sequence[str], out: Path) -> None:
+def time_variants(names: Sequence[str], parts: MeasuredParts) -> None:
     """Time layers in variants, then check the kernels; the table comes last."""
     found: dict[str, Any] = {"layers": all_times(names)}
-    write_measurement(out, found)
+    parts.put(VARIANTS_PART, found)
     found["failed_checks"] = failed_checks("fp8", limit_s=CHECKS_S)
-    write_measurement(out, found)
+    parts.put(VARIANTS_PART, found)
     print("Checks that failed:", *found["failed_checks"] or ["none"], sep="\n")
     print_times(found["layers"])
 
 
 def main(flags: Namespace) -> None:
+    parts = MeasuredParts(flags.out, (*PARTS, VARIANTS_PART))
     if flags.variants is not None:
-        time_variants(flags.variants or list(VARIANTS), flags.out)
+        time_variants(flags.variants or list(VARIANTS), parts)
         return
     chosen = flags.only or [part for part in PARTS if flags.device == "cuda" or part not in NEED_CARD]
     if flags.device != "cuda" and (needy := [part for part in chosen if part in NEED_CARD]):
         raise ConfigError(f"--only {' '.join(needy)} needs --device cuda, got {flags.device!r}")
-    deadline_s, parts = time.monotonic() + flags.limit_s, MeasuredParts(flags.out, PARTS)
+    deadline_s = time.monotonic() + flags.limit_s
     if "checks" in chosen:
         found = failed_checks("fp8", limit_s=CHECKS_S)
         parts.put("checks", {"failed": found})  # times are taken all the same: a card is scarce
