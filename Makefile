@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Small models on few cores: OpenMP threads cost more than they bring, and fight with whatever else runs.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow docs check format measure bench map baselines gpu gpu-serving clean
+.PHONY: help demo test test-slow test-gpu docs check format measure bench map baselines gpu gpu-serving clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -19,6 +19,9 @@ test: $(VENV)/ready  ## Run the tests (CPU, about ten minutes on two cores)
 
 test-slow: $(VENV)/ready  ## Run the long tests too
 	$(BIN)/python -m pytest -q -m "not gpu"
+
+test-gpu:  ## On a machine with a card: run the tests that need it (three minutes with pytest-xdist and sixteen cores)
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q -n 12 --dist load -p no:benchmark -m gpu tests/gpu
 
 docs: $(VENV)/ready  ## Build the documentation: build/docs/html/index.html
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs/html
