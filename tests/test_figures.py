@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import pytest
@@ -226,6 +227,23 @@ def load_over_best(*names: str) -> list[float]:
     return [100 * abs(one["loads"]["helm"] / one["loads"][one["best_constant"]] - 1) for one in found.values()]
 
 
+def steady(name: str) -> list[float]:
+    (policy,) = read("controller-steady.json")["policies"].values()
+    return [row[name] for row in policy["scenarios"].values()]
+
+
+def over_untuned() -> float:
+    """Percent by which the mean of a steady mix is above the untuned split's, at most."""
+    pairs = zip(steady("mean_over_best"), steady("untuned_over_best"), strict=True)
+    return 100 * max((1 + ours) / (1 + untuned) - 1 for ours, untuned in pairs)
+
+
+def wrong_costs() -> list[float]:
+    """Mean over that of the best constant, of every run with a wrong cost."""
+    policies = read("controller-wrong-costs.json")["policies"].values()
+    return [row["mean_over_best"] for policy in policies for row in policy["scenarios"].values()]
+
+
 _EVALUATION, _TRADE_OFF, _PEERS = "docs/evaluation.md", "docs/trade-off.md", "docs/peers.md"
 _PRECISION, _CONTROLLER = "docs/precision.md", "docs/controller.md"
 _AIMS = (((0.01, "ms_per_step"), 0.5), ((0.05, "ms_per_step"), 0.4))  # of a row cache: of what, and what we want
@@ -264,6 +282,10 @@ DERIVED: tuple[Derived, ...] = (
     Derived(_TRADE_OFF, "2% more requests/s on average, -3 to +7%", tier_rule_changes),
     Derived(_CONTROLLER, "is 0.8% below the best constant", live_below_best),
     Derived("README.md", "0.8% below the best constant", live_below_best),
+    Derived(_CONTROLLER, "never more than 0.2% above", lambda: [over_untuned()]),
+    Derived(_CONTROLLER, "up to 14 times the best constant's", lambda: [1 + max(steady("untuned_over_best"))]),
+    Derived(_CONTROLLER, "0.3% below it", lambda: [-100 * fmean(wrong_costs())]),
+    Derived(_CONTROLLER, "379 of 400", lambda: [sum(one <= 0.05 for one in wrong_costs()), len(wrong_costs())]),
     Derived(_CONTROLLER, "3.4% larger on stress-trend", lambda: load_over_best("stress-trend")),
     Derived(_CONTROLLER, "1.6% smaller on", lambda: load_over_best("main-burst-20s")),
     Derived(_CONTROLLER, "6.8% smaller on", lambda: load_over_best("stress-burst-20s")),
