@@ -244,6 +244,12 @@ def wrong_costs() -> list[float]:
     return [row["mean_over_best"] for policy in policies for row in policy["scenarios"].values()]
 
 
+def changed_means() -> list[float]:
+    """Percent by which the mean is longer with a number halved or doubled, in rising order."""
+    numbers = read("controller-sensitivity.json")["numbers"].values()
+    return sorted(100 * one[way]["mean"] for one in numbers for way in ("half", "double"))
+
+
 _EVALUATION, _TRADE_OFF, _PEERS = "docs/evaluation.md", "docs/trade-off.md", "docs/peers.md"
 _PRECISION, _CONTROLLER = "docs/precision.md", "docs/controller.md"
 _AIMS = (((0.01, "ms_per_step"), 0.5), ((0.05, "ms_per_step"), 0.4))  # of a row cache: of what, and what we want
@@ -286,6 +292,8 @@ DERIVED: tuple[Derived, ...] = (
     Derived(_CONTROLLER, "up to 14 times the best constant's", lambda: [1 + max(steady("untuned_over_best"))]),
     Derived(_CONTROLLER, "0.3% below it", lambda: [-100 * fmean(wrong_costs())]),
     Derived(_CONTROLLER, "379 of 400", lambda: [sum(one <= 0.05 for one in wrong_costs()), len(wrong_costs())]),
+    Derived(_CONTROLLER, "None makes the mean more than 0.3% shorter", lambda: [-changed_means()[0]]),
+    Derived(_CONTROLLER, "costs at most 1.2%", lambda: [changed_means()[-4]]),
     Derived(_CONTROLLER, "3.4% larger on stress-trend", lambda: load_over_best("stress-trend")),
     Derived(_CONTROLLER, "1.6% smaller on", lambda: load_over_best("main-burst-20s")),
     Derived(_CONTROLLER, "6.8% smaller on", lambda: load_over_best("stress-burst-20s")),

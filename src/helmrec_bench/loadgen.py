@@ -1,4 +1,4 @@
-"""MLPerf LoadGen's Server scenario against an engine in this process: LoadGen says when requests come, and judges.
+"""MLPerf LoadGen's Server scenario against an engine: LoadGen says in this process when requests come, and judges.
 
 Who asks comes from elsewhere: LoadGen draws samples in any order, but histories grow in one, so its n-th query is the
 n-th request it is given. What the engine refuses or fails makes a run invalid, whatever LoadGen says of the rest.
@@ -7,8 +7,9 @@ n-th request it is given. What the engine refuses or fails makes a run invalid, 
 import json
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,9 +65,10 @@ class LoadGenVerdict:
 
 
 class ServerScenario:
-    """One run. `offer` submits the next request to the engine; a thread of its own steps the engine."""
+    """One run. `offer` submits the next request; an engine of this process is stepped by a thread of its own."""
 
-    def __init__(self, engine: Engine, offer: Offer, config: LoadGenConfig) -> None:
+    def __init__(self, engine: Engine | None, offer: Offer, config: LoadGenConfig) -> None:
+        """engine: None if it steps in another process."""
         self._engine = engine
         self._offer = offer
         self._config = config
@@ -80,15 +82,20 @@ class ServerScenario:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) if logs is None else logs
             folder.mkdir(parents=True, exist_ok=True)
-            stepper = threading.Thread(target=self._step_until_over, name="helmrec-steps")
-            stepper.start()
-            try:
+            with nullcontext() if self._engine is None else self._stepped(self._engine):
                 self._start(folder)
-            finally:
-                self._is_over = True
-                self._has_work.set()
-                stepper.join()
             return _verdict(self._config, folder / _DETAIL, self._num_failed)
+
+    @contextmanager
+    def _stepped(self, engine: Engine) -> Iterator[None]:
+        stepper = threading.Thread(target=self._step_until_over, args=(engine,), name="helmrec-steps")
+        stepper.start()
+        try:
+            yield
+        finally:
+            self._is_over = True
+            self._has_work.set()
+            stepper.join()
 
     def _start(self, folder: Path) -> None:
         loadgen, output = self._loadgen, self._loadgen.LogOutputSettings()
@@ -134,10 +141,10 @@ class ServerScenario:
     def _complete(self, number: int) -> None:
         self._loadgen.QuerySamplesComplete([self._loadgen.QuerySampleResponse(number, 0, 0)])
 
-    def _step_until_over(self) -> None:
+    def _step_until_over(self, engine: Engine) -> None:
         while not self._is_over:
             self._has_work.clear()  # before the step: what is submitted during it must end the wait
-            if not self._engine.step():
+            if not engine.step():
                 self._has_work.wait(_IDLE_WAIT_S)
 
 

@@ -2,11 +2,10 @@
 
 Each turn is a process of its own that imports one tree, so that both are measured in one run on one machine. A step is
 one of eight requests; waits for the card are left out of its host time. Intake is what a front does with requests where
-the engine has its own process, which receives them ready (`receive_ms`; earlier trees cannot). LoadGen judges this tree
-with requests that are prepared, and with requests as clients send them.
+the engine has its own process, which receives them ready (`receive_ms`; earlier trees cannot).
 
     helmrec bench run host-time --before ../earlier     # on a card, against another checkout
-    helmrec bench run host-time --only kuairand         # one shape; `--only loadgen` only judges with LoadGen
+    helmrec bench run host-time --only kuairand         # one shape
     helmrec bench run host-time --quick                 # anywhere, one small layer: does the measurement work
 """
 
@@ -40,7 +39,6 @@ from helmrec.model.profiles import profile
 from helmrec.steps import Step
 from helmrec.types import RankRequest
 from helmrec_bench.lab.provenance import write_measurement
-from helmrec_bench.loadgen import LoadGenConfig, ServerScenario, largest_valid
 from helmrec_bench.measure.cards.traffic import PreparedTraffic, serving_engine
 from helmrec_bench.measure.requests import Crowd
 
@@ -87,7 +85,6 @@ QUICK = (
     HostCase("kuairand", Crowd(4, 40, 60, 10), {"hits": Visit(40, 4, 10), "first visits": Visit(0, 40, 10)}, 2_048, 24),
 )
 _FIRST_USERS = count(1 << 30, 1 << 20)  # no two crowds of new users share one
-JUDGED, LOADGEN = "dlrmv3", "loadgen"  # the shape that LoadGen judges, and the name of that part
 RUNTIME_CALLS = (  # of the CUDA runtime, each a part of its own
     (torch.cuda.CUDAGraph, "replay", "launches of graphs"),
     (torch.Tensor, "copy_", "copies"),
@@ -226,25 +223,6 @@ def saturated(traffic: PreparedTraffic, num: int) -> dict[str, float]:
     }
 
 
-def judge(traffic: PreparedTraffic, limit: float, seconds: float, *, is_prepared: bool) -> float | None:
-    """The largest rate that LoadGen calls valid, of a few points below `limit`."""
-    engine, probe = traffic.probe.engine, traffic.probe
-
-    def verdict(qps: float) -> Any:
-        parts = [traffic.visitors.next_parts(HOT_SHARE) for _ in range(int(1.15 * qps * seconds) + 64)]
-        if is_prepared:
-            ready = iter(traffic.prepare(parts))
-            return ServerScenario(engine, lambda: probe.submit(next(ready)), config(qps)).run()
-        sent = iter([make_request(engine.model_config, *each) for each in parts])
-        return ServerScenario(engine, lambda: engine.submit(next(sent)), config(qps)).run()
-
-    def config(qps: float) -> LoadGenConfig:
-        return LoadGenConfig(target_qps=qps, seconds=seconds, latency_ms=80.0)
-
-    found = [each.target_qps for each in largest_valid(verdict, 0.8 * limit, 1.05 * limit, 3) if each.is_valid]
-    return round(max(found), 1) if found else None
-
-
 def measure(case: HostCase, traffic: PreparedTraffic, *, is_quick: bool) -> dict[str, Any]:
     """Host time of single batches of a shape, then requests per second when it is saturated."""
     engine, repeats = traffic.probe.engine, 4 if is_quick else 20
@@ -255,35 +233,19 @@ def measure(case: HostCase, traffic: PreparedTraffic, *, is_quick: bool) -> dict
     return {**found, "saturated": {**best, "runs": [run["requests_per_s"] for run in runs]}}
 
 
-def judged(case: HostCase, traffic: PreparedTraffic, seconds: float) -> dict[str, Any]:
-    """What LoadGen calls valid of prepared requests, and of requests as clients send them."""
-    saturated(traffic, case.num_requests)  # brings the hot users in
-    limit = saturated(traffic, case.num_requests)["requests_per_s"]
-    named = {"prepared": True, "with intake": False}
-    return {
-        "saturated_per_s": limit,
-        **{name: judge(traffic, limit, seconds, is_prepared=is_) for name, is_ in named.items()},
-    }
-
-
 def turn(flags: Namespace) -> dict[str, Any]:
     """Measure the tree that this process has imported."""
     results: dict[str, Any] = {}
     device = "cpu" if flags.quick else "cuda"
     cases = {case.profile: case for case in (QUICK if flags.quick else FULL)}
-    is_judged = flags.only == LOADGEN
-    for name in (JUDGED,) if is_judged and not flags.quick else cases:
-        case = cases[name]
-        if not is_judged and flags.only not in (None, name):
+    for name, case in cases.items():
+        if flags.only not in (None, name):
             continue
         sizes = {"pool_bytes": "64MiB" if flags.quick else "24GiB", "alpha": 0.2, "kv_admission": "always"}
         tokens = {"max_batch_tokens": case.max_batch_tokens, "max_batch_requests": BATCH, "max_forks": 1}
         engine = serving_engine(make_model(name, is_quick=flags.quick), device=device, **sizes, **tokens)
         traffic = PreparedTraffic(EngineProbe(engine), case.crowd)
-        if is_judged:
-            results["loadgen_qps"] = judged(case, traffic, 0.5 if flags.quick else 4.0)
-        else:
-            results[name] = measure(case, traffic, is_quick=flags.quick)
+        results[name] = measure(case, traffic, is_quick=flags.quick)
         engine.close()
         del engine, traffic
         if device == "cuda":
@@ -311,13 +273,10 @@ def table(results: dict[str, list[Any]]) -> list[str]:
     for tree, turns in results.items():
         for shape in dict.fromkeys(name for each in turns for name in each):
             for what, figures in next(each for each in turns if shape in each)[shape].items():
-                if isinstance(figures, dict):
-                    plain = [name for name, value in figures.items() if isinstance(value, float)]
-                    of_turns = {name: [each[shape][what][name] for each in turns if shape in each] for name in plain}
-                    shown = "  ".join(f"{name} {statistics.median(each):g}" for name, each in of_turns.items())
-                    lines.append(f"{tree:7}{shape:12}{what:16}{shown}")
-                else:
-                    lines.append(f"{tree:7}{shape:12}{what:16}{figures}")
+                plain = [name for name, value in figures.items() if isinstance(value, float)]
+                of_turns = {name: [each[shape][what][name] for each in turns if shape in each] for name in plain}
+                shown = "  ".join(f"{name} {statistics.median(each):g}" for name, each in of_turns.items())
+                lines.append(f"{tree:7}{shape:12}{what:16}{shown}")
     return lines
 
 
@@ -325,20 +284,17 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--before", type=Path, help="a checkout of an earlier commit, measured by turns with this one")
     parser.add_argument("--turns", type=int, default=1, help="turns of each tree")
     shapes = [case.profile for case in FULL]
-    parser.add_argument("--only", choices=(*shapes, LOADGEN), help="one shape, or this tree's judgement by LoadGen")
+    parser.add_argument("--only", choices=shapes, help="one shape")
     parser.add_argument("--quick", action="store_true", help="a small shape, on any machine")
 
 
 def main(flags: Namespace) -> None:
     here = Path(__file__).resolve().parents[4]
-    is_compared = flags.before is not None and flags.only != LOADGEN
-    trees = {**({"before": flags.before} if is_compared else {}), "after": here}
+    trees = {**({} if flags.before is None else {"before": flags.before}), "after": here}
     results: dict[str, list[Any]] = {name: [] for name in trees}
-    for number in range(flags.turns):
+    for _ in range(flags.turns):
         for name, tree in trees.items():
             results[name].append(run_turn(tree.resolve(), flags, flags.only))
-            if name == "after" and number == flags.turns - 1 and flags.only is None and not flags.quick:
-                results[name][-1] |= run_turn(tree.resolve(), flags, LOADGEN)
             write_measurement(flags.out, {"requests_a_step": BATCH, "hot_share": HOT_SHARE, **results})
     print(*table(results), sep="\n", flush=True)
 
