@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from helmrec.cli.console import check_writable, err, exit_on_error, out
 from helmrec.errors import ConfigError
 from helmrec_bench.lab.place import Place
-from helmrec_bench.registry import REGISTERED
+from helmrec_bench.registry import REGISTERED, Measurement
 from helmrec_bench.report.files import new_figure
 
 if TYPE_CHECKING:
@@ -65,12 +65,20 @@ def list_() -> None:
     """Show every experiment: what it shows, what it needs, how long it takes and what it writes."""
     from helmrec_bench.experiments.registry import EXPERIMENTS
 
-    table = Table(Column("name", no_wrap=True), "what", "needs", "takes", "writes", box=None)
+    evaluation = Table(Column("evaluation", no_wrap=True), "what it shows", box=None)
     for one in EXPERIMENTS.values():
-        table.add_row(one.name, one.title, "nothing", "see `bench all`", "evaluation-quick.json")
+        evaluation.add_row(one.name, one.title)
+    measurements = Table(Column("measurement", no_wrap=True), "what it shows", box=None)
     for each in REGISTERED.values():
-        table.add_row(each.name, each.what, each.needs, each.takes, "\n".join(each.writes))
-    out.print(table)
+        measurements.add_row(each.name, f"{each.what}\n[dim]{_cost_of(each)}[/dim]")
+    out.print(evaluation, "", measurements)
+    out.print("\nExperiments of the evaluation are simulated and need no card; `helmrec bench all` runs them all.")
+
+
+def _cost_of(each: Measurement) -> str:
+    """What a measurement needs, how long it takes, and the files it writes."""
+    needs = f"needs {each.needs}; " if each.needs != "nothing" else ""
+    return f"{needs}{each.takes}; writes {', '.join(each.writes)}"
 
 
 @bench_app.command(
