@@ -7,7 +7,6 @@ more programs if no other step computes.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from helmrec.engine.timeline import DeviceTimeline, Mark
 from helmrec.kernels.row_index import ABSENT
 from helmrec.kernels.row_lookup import Lookup
 from helmrec.kernels.row_table import Control, Missed, RowTally
-from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
 _ASSIGN_BESIDE = 16_384  # rows of a step from which slots are assigned while rows come from the host, not afterwards
@@ -54,13 +52,6 @@ class CapturedRows:
     admit: torch.cuda.CUDAGraph
 
 
-class StepBefore(NamedTuple):
-    """What the step before has yet to do."""
-
-    embedded: torch.cuda.Event  # it no longer reads the rows in `RowGraphs.values`
-    ended: torch.cuda.Event
-
-
 class RowGraphs:
     """The graphs that find, gather and admit rows, by number of events. Steps are read in the order of launch."""
 
@@ -78,6 +69,12 @@ class RowGraphs:
         self._captured: dict[int, CapturedRows] = {}
 
     @property
+    def stream(self) -> torch.cuda.Stream:
+        """Stream in which rows are read."""
+        assert self._cache.stream is not None
+        return self._cache.stream
+
+    @property
     def num_graphs(self) -> int:
         return 3 * len(self._captured)
 
@@ -93,24 +90,27 @@ class RowGraphs:
         """Return the arrays that a step of this size fills before `read`: "rows" and "cu_events"."""
         return self._captured[size].staging.hosts[turn]
 
-    def read(self, size: int, turn: int, num_rows: int, before: StepBefore, timeline: DeviceTimeline) -> None:
-        """Start reading the rows of a step, `num_rows` of them, into `values`. Then READ is marked."""
-        captured, stream = self._captured[size], self._cache.stream
-        assert stream is not None
+    def read(
+        self, size: int, turn: int, num_rows: int, embedded: torch.cuda.Event | None, timeline: DeviceTimeline
+    ) -> None:
+        """Start reading the rows of a step, `num_rows` of them, into `values`. Then READ is marked.
+
+        Its stream is the current one. embedded: when the step that still runs reads `values` no longer; None: none runs.
+        """
+        captured, stream = self._captured[size], self.stream
         host = captured.staging.hosts[turn]
         host["control"][:] = self._cache.next_control(num_rows)
         if (tier := self._stage.tier) is not None:
             is_row = host["rows"] != ABSENT
             host["frames"][:] = 0
             host["frames"][is_row] = tier.frames_of(host["rows"][is_row].astype(np.int64))
-        gather = captured.alone if before.ended.query() else captured.beside_compute
-        with InStream(stream):
-            captured.sent.send(turn)
-            stream.wait_event(before.embedded)
-            timeline.mark(Mark.READING, stream)
-            gather.replay()
-            timeline.mark(Mark.READ, stream)
-            captured.admit.replay()
+        captured.sent.send(turn)
+        if embedded is not None:
+            stream.wait_event(embedded)
+        timeline.mark(Mark.READING, stream)
+        (captured.alone if embedded is None else captured.beside_compute).replay()
+        timeline.mark(Mark.READ, stream)
+        captured.admit.replay()
 
     def count_misses(self, found: IntArray, num_requests: int, num_rows: int) -> list[int]:
         """Return the misses of each request of a step that has ended. found: its value of `self.found`."""
