@@ -84,9 +84,9 @@ class GraphLaunch:
 
     def wait(self) -> Scored:
         ended_ago_s = self.dense.clock.wait(self.ended)
-        num_requests, num_rows = len(self.step.members), sum(self.step.num_rows)
-        misses = self.dense.row_graphs.count_misses(self.received["found"], num_requests, num_rows)
-        return Scored(self.received["scores"][: sum(self.step.num_candidates)].copy(), misses, ended_ago_s)
+        step = self.step
+        misses = self.dense.row_graphs.count_misses(self.received["found"], len(step.members), step.total_rows)
+        return Scored(self.received["scores"][: step.total_candidates].copy(), misses, ended_ago_s)
 
     def admit(self) -> None:
         """Do nothing: the device has admitted the missed rows right after it read them."""
@@ -190,7 +190,7 @@ class GraphedDense:
         assert isinstance(timeline, DeviceTimeline), "a step of graphs is timed by events"
         assert self._is_within_limits(outline), "the scheduler made a step that no graph holds"
         captured = self._steps[fitting(self._event_sizes, outline.num_events)]
-        head = self._heads[fitting(self._head_sizes, sum(outline.num_candidates))]
+        head = self._heads[fitting(self._head_sizes, outline.total_candidates)]
         self.last_step, self.last_head = captured, head
         self._turn ^= 1
         turn, stream = self._turn, self.stream
@@ -199,7 +199,7 @@ class GraphedDense:
         is_alone = self.clock.has_happened(self._before.ended)
         embedded = None if is_alone else self._before.embedded
         with InStream(self.row_graphs.stream) as current:
-            self.row_graphs.read(captured.size, turn, sum(outline.num_rows), embedded, timeline)
+            self.row_graphs.read(captured.size, turn, outline.total_rows, embedded, timeline)
             self._load(self._common.hosts[turn], staged.arrays, terms, len(outline.members))
             current.change_to(stream)
             staged.sent.send(turn)
@@ -220,7 +220,7 @@ class GraphedDense:
     def _is_within_limits(self, step: Outline) -> bool:
         return (
             step.num_events <= self._event_sizes[-1]
-            and sum(step.num_candidates) <= self._head_sizes[-1]
+            and step.total_candidates <= self._head_sizes[-1]
             and len(step.members) <= self._limits.num_sequences
         )
 

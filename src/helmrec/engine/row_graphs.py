@@ -95,7 +95,8 @@ class RowGraphs:
     ) -> None:
         """Start reading the rows of a step, `num_rows` of them, into `values`. Then READ is marked.
 
-        Its stream is the current one. embedded: when the step that still runs reads `values` no longer; None: none runs.
+        Called with `stream` as the current one. embedded: happens when the step that still runs no longer reads `values`;
+        None: no step runs.
         """
         captured, stream = self._captured[size], self.stream
         host = captured.staging.hosts[turn]
