@@ -161,7 +161,7 @@ class GraphedDense:
 
     @property
     def num_graphs(self) -> int:
-        return self.row_graphs.num_graphs + 2 * (len(self._steps) + len(self._heads))
+        return self.row_graphs.num_graphs + 2 * len(self._steps) + STEPS_IN_FLIGHT * len(self._heads)
 
     @property
     def buffer_bytes(self) -> int:
@@ -172,7 +172,8 @@ class GraphedDense:
     def warm_up(self, progress: Progress) -> None:
         """Compile every kernel and capture every size, largest first so that smaller ones reuse its memory."""
         self.row_graphs.capture_background(self._limits.pages_per_move, self._limits.refill_bytes)
-        total = 5 * len(self._event_sizes) + 2 * len(self._head_sizes)
+        total = STEPS_IN_FLIGHT * len(self._head_sizes)
+        total += sum(2 + self.row_graphs.num_graphs_of(size) for size in self._event_sizes)
         for size in reversed(self._event_sizes):
             self.row_graphs.capture(size)
             self._steps[size] = self._capture_step(size)

@@ -49,7 +49,7 @@ class CapturedRows:
     sent: BlockPart
     alone: torch.cuda.CUDAGraph  # these two read rows
     beside_compute: torch.cuda.CUDAGraph
-    admit: torch.cuda.CUDAGraph
+    admit: torch.cuda.CUDAGraph | None  # None: the graphs above also admit them
 
 
 class RowGraphs:
@@ -76,11 +76,15 @@ class RowGraphs:
 
     @property
     def num_graphs(self) -> int:
-        return 3 * len(self._captured)
+        return sum(self.num_graphs_of(size) for size in self._captured)
 
     @property
     def buffer_bytes(self) -> int:
         return self.values.nbytes + self._lookup.num_bytes + self._blocks.device.nbytes
+
+    def num_graphs_of(self, size: int) -> int:
+        """Return the number of graphs of a step of this size."""
+        return 2 if self._assigns_beside(size) else 3
 
     def values_of(self, size: int) -> Tensor:
         """Return the rows of a step of this size: (features * size + context, row_dim)."""
@@ -95,8 +99,8 @@ class RowGraphs:
     ) -> None:
         """Start reading the rows of a step, `num_rows` of them, into `values`. Then READ is marked.
 
-        Called with `stream` as the current one. embedded: happens when the step that still runs no longer reads `values`;
-        None: no step runs.
+        Called with `stream` as the current one. embedded: happens when the step that still runs no longer reads
+        `values`; None: no step runs.
         """
         captured, stream = self._captured[size], self.stream
         host = captured.staging.hosts[turn]
@@ -111,7 +115,8 @@ class RowGraphs:
         timeline.mark(Mark.READING, stream)
         (captured.alone if embedded is None else captured.beside_compute).replay()
         timeline.mark(Mark.READ, stream)
-        captured.admit.replay()
+        if captured.admit is not None:
+            captured.admit.replay()
 
     def count_misses(self, found: IntArray, num_requests: int, num_rows: int) -> list[int]:
         """Return the misses of each request of a step that has ended. found: its value of `self.found`."""
@@ -141,7 +146,7 @@ class RowGraphs:
         alone, beside = (
             self._maker.capture(partial(self._gather, staging, size, is_alone=way)) for way in (True, False)
         )
-        admit = self._maker.capture(partial(self._admit, size))
+        admit = None if self._assigns_beside(size) else self._maker.capture(partial(self._admit, size))
         self._captured[size] = CapturedRows(staging, sent, alone, beside, admit)
 
     def _fields(self, size: int) -> list[StagedField]:
@@ -163,10 +168,12 @@ class RowGraphs:
 
         frames = None if self._stage.tier is None else device["frames"]
         self._stage.gather(device["rows"], lookup, values, is_alone=is_alone, meanwhile=meanwhile, frames=frames)
+        if self._assigns_beside(size):
+            self._cache.keep(values)
 
     def _admit(self, size: int) -> None:
-        if not self._assigns_beside(size):
-            self._cache.assign(self._lookup_of(size).missed)
+        """Assign slots and keep rows after READ, since a small step would wait long for the slots."""
+        self._cache.assign(self._lookup_of(size).missed)
         self._cache.keep(self.values_of(size))
 
     def _assigns_beside(self, size: int) -> bool:
