@@ -106,8 +106,7 @@ class Runner:
             timeline.mark(Mark.LOADED, self.host.loading_stream)
             self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
         step = Outline(members, self._model.config)
-        if self.host.is_saving:
-            self.host.finish_saves_of(self._written_pages(members), self._dense.stream)
+        self.host.finish_saves_of(self._written_pages(members), self._dense.stream)
         if copies := [plan.copy for _, plan in members if plan.copy is not None]:
             with InStream(self._dense.stream):
                 for copy in copies:  # the source is a settled page, never one that is being loaded
@@ -118,7 +117,9 @@ class Runner:
         return Running(step, launched, epoch, position, len(loads), timeline)
 
     def _written_pages(self, members: Members) -> list[int]:
-        """Return the pages that a step writes."""
+        """Return the pages that a step writes, as far as saves may still read them."""
+        if not self.host.is_saving:
+            return []
         page_tokens = self._pool.geometry.page_tokens
         return [page for _, plan in members for page in plan.pages[plan.num_resident // page_tokens :]]
 
