@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from helmrec.config import EngineConfig
-from helmrec.engine import setup
+from helmrec.engine import row_graphs, setup
 from helmrec.engine.capture import GraphMaker
 from helmrec.engine.dense import Dense, Memory
 from helmrec.engine.engine import Engine
 from helmrec.engine.graphs import DeviceClock, GraphedDense, GraphLaunch
+from helmrec.engine.probe import EngineProbe
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.staging import BlockPart
 from helmrec.memory.arena import Arena
@@ -126,6 +127,25 @@ def test_steps_as_graphs_score_every_option_as_single_operations_do(option: str)
             assert np.abs(result.scores - plain).max() < 1e-5
         engine.check()
     assert (engine.stats().pool.reused_tokens > 0) == model.is_append_stable
+
+
+@pytest.mark.usefixtures("_no_card")
+def test_rows_are_admitted_by_the_graphs_that_read_them_where_slots_are_assigned_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caches = []
+    for assigned_beside_from in (1, 1 << 30):
+        monkeypatch.setattr(row_graphs, "_ASSIGN_BESIDE", assigned_beside_from)
+        rng, done = np.random.default_rng(0), list[tuple[int, int]]()
+        engine = engine_of({})
+        requests = [random_request(rng, engine.model_config, user % 4, 9 + user) for user in range(12)]
+        results = [engine.rank([request])[0] for request in requests]
+        engine.check()
+        EngineProbe(engine).dense.warm_up(lambda num, total, done=done: done.append((num, total)))  # type: ignore[misc]
+        assert done[-1] == (engine.report().num_graphs,) * 2
+        caches.append(([result.row_misses for result in results], engine.hot_rows().tolist()))
+        assert sum(result.row_hits for result in results) > 0
+    assert caches[0] == caches[1]
 
 
 @pytest.mark.usefixtures("_no_card")

@@ -115,7 +115,8 @@ def test_an_outline_counts_what_is_laid_out() -> None:
     assert outline.num_events == step.event_at.size
     assert outline.num_tokens == step.write_slots.size == step.cu_tokens[-1]
     assert outline.num_context == step.context_at.size
-    assert sum(outline.num_rows) == step.rows.size
+    assert sum(outline.num_rows) == outline.total_rows == step.rows.size
+    assert sum(outline.num_candidates) == outline.total_candidates == step.candidates.size
 
 
 @pytest.mark.parametrize("is_graph", [False, True])

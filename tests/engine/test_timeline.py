@@ -13,18 +13,12 @@ class FakeEvent:
     """An event of a card whose time is a test's."""
 
     at_ms = nan
-    is_over = True
 
     def record(self, stream: Any) -> None:
         """The stream stands for the time at which the card comes to the event."""
         self.at_ms = stream
 
-    def query(self) -> bool:
-        return self.is_over
-
     def elapsed_time(self, last: "FakeEvent") -> float:
-        assert self.is_over
-        assert last.is_over, "a card refuses to compare events that have not happened"
         return last.at_ms - self.at_ms
 
 
@@ -118,15 +112,6 @@ def test_a_row_stage_with_an_event_that_did_not_happen_is_not_a_number(missing: 
     stages = on_a_card({mark: at_ms for mark, at_ms in marks.items() if mark != missing}).stages(has_loads=True)
     assert isnan(stages.rows_ms)
     assert stages.compute_ms == 7
-
-
-def test_an_event_that_has_not_come_yet_is_not_waited_for() -> None:
-    timeline = on_a_card(PLAIN)
-    timeline._events[Mark.ENDED].is_over = False  # type: ignore[attr-defined]
-    stages = timeline.stages(has_loads=False)
-    assert stages.host_ms == 0
-    assert isnan(stages.rows_ms)
-    assert isnan(stages.compute_ms)
 
 
 def test_events_of_the_step_before_are_not_those_of_this_one() -> None:

@@ -37,10 +37,13 @@ def check_sum(num_encoders: int, num: int, width: int, dtype: torch.dtype, devic
     encoded, weight, bias = noise(num_encoders, num, width), noise(num_encoders, width), noise(num_encoders, width)
     at = torch.randperm(num + 11, device=device)[:num]
     ours = noise(num + 11, width)
-    twin = ours.double()
+    twin, of_32_bits = ours.double(), ours.clone()
     lookups = Lookups(action, indices[0], position, indices[1], time, indices[2])
     exact = [table.double() for table in tables]
     triton_embed.sum_parts(ours, at, lookups, encoded, weight, bias)
+    short = Lookups(action, indices[0].int(), position, indices[1].int(), time, indices[2].int())
+    triton_embed.sum_parts(of_32_bits, at.int(), short, encoded, weight, bias)
+    assert torch.equal(of_32_bits, ours)
     in_float64 = Lookups(exact[0], indices[0], exact[1], indices[1], exact[2], indices[2])
     embed.sum_parts(twin, at, in_float64, encoded.double(), weight.double(), bias.double())
     others = torch.ones(len(ours), dtype=torch.bool, device=device)

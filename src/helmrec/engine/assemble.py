@@ -104,6 +104,8 @@ class Outline:
         "num_rows",
         "num_skipped",
         "num_tokens",
+        "total_candidates",
+        "total_rows",
     )
 
     def __init__(self, members: Members, config: ModelConfig) -> None:
@@ -118,7 +120,7 @@ class Outline:
         self.num_candidates: list[int] = []  # by request
         self.num_rows: list[int] = []  # by request: entries read for it
         self.num_skipped: list[int] = []  # by request: resident events
-        all_events = all_context = 0
+        all_events = all_context = all_candidates = 0
         for request, plan in members:  # one plain loop, since it runs for every step
             resident, num_total, num_candidates = plan.num_resident, request.num_events, request.num_candidates
             skipped = resident - num_user if resident > num_user else 0
@@ -131,8 +133,10 @@ class Outline:
             self.num_skipped.append(skipped)
             all_events += num_events
             all_context += num_context
-        self.num_events, self.num_context = all_events, all_context
-        self.num_tokens = all_events + all_context - (sum(self.num_candidates) if is_retrieval else 0)
+            all_candidates += num_candidates
+        self.num_events, self.num_context, self.total_candidates = all_events, all_context, all_candidates
+        self.total_rows = num_features * all_events + all_context
+        self.num_tokens = all_events + all_context - (all_candidates if is_retrieval else 0)
 
     @property
     def table_width(self) -> int:
@@ -192,9 +196,9 @@ def assemble(members: Members, config: ModelConfig, page_tokens: int) -> Assembl
 
 def assemble_outline(step: Outline, form: StepForm) -> Assembly:
     """Lay out a step in arrays of its own."""
-    num_requests, num_candidates, num_user = len(step.members), sum(step.num_candidates), form.shape.num_user
+    num_requests, num_candidates, num_user = len(step.members), step.total_candidates, form.shape.num_user
     split = form.num_features * step.num_events
-    rows = np.empty(split + step.num_context, np.int64)
+    rows = np.empty(step.total_rows, np.int64)
     event_at, actions, positions, gaps = np.empty((4, step.num_events), np.int64)
     out = StepArrays(
         event_rows=rows[:split].reshape(form.num_features, step.num_events),

@@ -56,7 +56,7 @@ class Dense(Protocol):
         """Device memory of its own buffers."""
 
     def launch(self, outline: Outline, wait_for_pages: WaitForPages, timeline: Timeline) -> Launched:
-        """Start a step; K/V of new tokens are in their pages before a later step reads them.
+        """Start a step in `stream`; K/V of new tokens are in their pages before a later step reads them.
 
         `wait_for_pages` is called after the embedding stage was launched, so that pages load at the same time.
         `timeline` is marked where stages begin and end.

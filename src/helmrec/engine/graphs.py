@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,12 +18,13 @@ from helmrec.engine.capture import MULTIPLE, GraphMaker, bucket_sizes, fitting
 from helmrec.engine.dense import Memory, Progress, Scored, WaitForPages
 from helmrec.engine.layout import StepArrays
 from helmrec.engine.request_terms import RequestTerms, term_fields
-from helmrec.engine.row_graphs import RowGraphs, RowShape, StepBefore
+from helmrec.engine.row_graphs import RowGraphs, RowShape
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.staging import BlockPart, Blocks, HostArrays, StagedField, Staging, block_bytes
-from helmrec.engine.timeline import DeviceTimeline, Mark, Timeline
+from helmrec.engine.timeline import STEPS_IN_FLIGHT, DeviceTimeline, Mark, Timeline
 from helmrec.kernels.attention_plan import AttentionPlan, Scores, multiplies_codes
 from helmrec.kernels.ragged import RaggedBatch
+from helmrec.memory.streams import InStream
 from helmrec.model.hstu import DenseInput, HstuModel
 
 
@@ -46,7 +46,7 @@ class CapturedStep:
 
     size: int
     staging: Staging
-    embed: torch.cuda.CUDAGraph
+    embed: torch.cuda.CUDAGraph  # and copies the candidates' rows, before the next step overwrites them
     layers: torch.cuda.CUDAGraph
 
 
@@ -56,9 +56,14 @@ class CapturedHead:
 
     size: int
     staging: Staging
-    pick: torch.cuda.CUDAGraph  # copies the candidates' rows, before the next step overwrites them
-    score: torch.cuda.CUDAGraph
-    received: BlockPart  # misses and scores
+    scores: tuple[torch.cuda.CUDAGraph, ...]  # one per host block, to which it copies misses and scores
+
+
+class _StepBefore(NamedTuple):
+    """What the step before may have yet to do."""
+
+    embedded: torch.cuda.Event  # it no longer reads the rows in `RowGraphs.values`
+    ended: torch.cuda.Event
 
 
 class _Staged(NamedTuple):
@@ -79,9 +84,9 @@ class GraphLaunch:
 
     def wait(self) -> Scored:
         ended_ago_s = self.dense.clock.wait(self.ended)
-        num_requests, num_rows = len(self.step.members), sum(self.step.num_rows)
-        misses = self.dense.row_graphs.count_misses(self.received["found"], num_requests, num_rows)
-        return Scored(self.received["scores"][: sum(self.step.num_candidates)].copy(), misses, ended_ago_s)
+        step = self.step
+        misses = self.dense.row_graphs.count_misses(self.received["found"], len(step.members), step.total_rows)
+        return Scored(self.received["scores"][: step.total_candidates].copy(), misses, ended_ago_s)
 
     def admit(self) -> None:
         """Do nothing: the device has admitted the missed rows right after it read them."""
@@ -97,6 +102,10 @@ class DeviceClock:
         """Count from this event no longer: it is recorded again."""
         if self._last is not None and self._last[0] is event:
             self._last = None
+
+    def has_happened(self, event: torch.cuda.Event) -> bool:
+        """Return whether an event has happened; asks the device only if the host has not waited for this one last."""
+        return (self._last is not None and self._last[0] is event) or event.query()
 
     def wait(self, event: torch.cuda.Event) -> float:
         """Wait for an event that records its time; return how many seconds ago it happened."""
@@ -124,11 +133,11 @@ class GraphedDense:
         self.rows = rows
         self._event_sizes = bucket_sizes(limits.num_events)
         self._head_sizes = bucket_sizes(limits.num_candidates)
-        self._head_features = np.array(model.head_features)
         largest, most = self._event_sizes[-1], self._head_sizes[-1]
         self._form = StepForm(config, memory.k_pages.shape[2], limits.num_sequences)
         self._row_shape = RowShape(len(config.features), self._form.num_tables, limits.num_sequences, largest)
         self.row_graphs = RowGraphs(rows, self._row_shape)
+        # Rows of the candidates of the latest step, by feature of the head.
         self._head_rows = self.row_graphs.values.new_zeros((len(model.head_features), most, model.row_codec.width))
         self._x = torch.zeros((self._num_tokens(largest), config.dim), dtype=model.dtype, device=device)
         self._plan = self._make_plan()
@@ -144,15 +153,15 @@ class GraphedDense:
         self._heads: dict[int, CapturedHead] = {}
         self._staged: dict[tuple[int, int, int], _Staged] = {}  # by number of events, of candidates, and turn
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self._before = StepBefore(torch.cuda.Event(), torch.cuda.Event())
         self._turn = 0
         self.clock = DeviceClock()
+        self._before = _StepBefore(torch.cuda.Event(), torch.cuda.Event())
         self.last_step: CapturedStep  # graphs of the latest step, for measurements
         self.last_head: CapturedHead
 
     @property
     def num_graphs(self) -> int:
-        return self.row_graphs.num_graphs + 2 * (len(self._steps) + len(self._heads))
+        return self.row_graphs.num_graphs + 2 * len(self._steps) + STEPS_IN_FLIGHT * len(self._heads)
 
     @property
     def buffer_bytes(self) -> int:
@@ -163,7 +172,8 @@ class GraphedDense:
     def warm_up(self, progress: Progress) -> None:
         """Compile every kernel and capture every size, largest first so that smaller ones reuse its memory."""
         self.row_graphs.capture_background(self._limits.pages_per_move, self._limits.refill_bytes)
-        total = 5 * len(self._event_sizes) + 2 * len(self._head_sizes)
+        total = STEPS_IN_FLIGHT * len(self._head_sizes)
+        total += sum(2 + self.row_graphs.num_graphs_of(size) for size in self._event_sizes)
         for size in reversed(self._event_sizes):
             self.row_graphs.capture(size)
             self._steps[size] = self._capture_step(size)
@@ -181,41 +191,42 @@ class GraphedDense:
         assert isinstance(timeline, DeviceTimeline), "a step of graphs is timed by events"
         assert self._is_within_limits(outline), "the scheduler made a step that no graph holds"
         captured = self._steps[fitting(self._event_sizes, outline.num_events)]
-        head = self._heads[fitting(self._head_sizes, sum(outline.num_candidates))]
+        head = self._heads[fitting(self._head_sizes, outline.total_candidates)]
         self.last_step, self.last_head = captured, head
         self._turn ^= 1
         turn, stream = self._turn, self.stream
         staged = self._stage(captured, head)
         terms = self._form.fill(outline, staged.arrays)
-        self.row_graphs.read(captured.size, turn, sum(outline.num_rows), self._before, timeline)
-        self._load(self._common.hosts[turn], staged.arrays, terms, captured.size, len(outline.members))
-        staged.sent.send(turn)
-        stream.wait_event(timeline.event(Mark.READ))
-        timeline.mark(Mark.COMPUTING, stream)
-        captured.embed.replay()
-        head.pick.replay()
-        timeline.mark(Mark.EMBEDDED, stream)
-        wait_for_pages()
-        captured.layers.replay()
-        head.score.replay()
-        head.received.receive(turn)
+        is_alone = self.clock.has_happened(self._before.ended)
+        embedded = None if is_alone else self._before.embedded
+        with InStream(self.row_graphs.stream) as current:
+            self.row_graphs.read(captured.size, turn, outline.total_rows, embedded, timeline)
+            self._load(self._common.hosts[turn], staged.arrays, terms, len(outline.members))
+            current.change_to(stream)
+            staged.sent.send(turn)
+            stream.wait_event(timeline.event(Mark.READ))
+            timeline.mark(Mark.COMPUTING, stream)
+            captured.embed.replay()
+            timeline.mark(Mark.EMBEDDED, stream)
+            wait_for_pages()
+            captured.layers.replay()
+            head.scores[turn].replay()
         ended = timeline.event(Mark.ENDED)
         self.clock.forget(ended)
         timeline.mark(Mark.ENDED, stream)
-        self._before = StepBefore(timeline.event(Mark.EMBEDDED), ended)
+        self._before = _StepBefore(timeline.event(Mark.EMBEDDED), ended)
         timeline.leave_host()
         return GraphLaunch(self, outline, ended, self._received.hosts[turn])
 
     def _is_within_limits(self, step: Outline) -> bool:
         return (
             step.num_events <= self._event_sizes[-1]
-            and sum(step.num_candidates) <= self._head_sizes[-1]
+            and step.total_candidates <= self._head_sizes[-1]
             and len(step.members) <= self._limits.num_sequences
         )
 
-    def _load(self, common: HostArrays, arrays: StepArrays, terms: ModelTerms, size: int, num_requests: int) -> None:
+    def _load(self, common: HostArrays, arrays: StepArrays, terms: ModelTerms, num_requests: int) -> None:
         """Fill in what every step sends."""
-        np.multiply(self._head_features, size, out=common["starts"])
         self._terms.load(common, terms, arrays.cu_tokens[: num_requests + 1])
         lengths = (arrays.cu_tokens, arrays.num_resident, arrays.num_new)
         self._plan.fill(common["work"], *lengths, self._form.shape.num_request)
@@ -235,7 +246,6 @@ class GraphedDense:
             event_rows=rows["rows"][:split].reshape(self._form.num_features, captured.size),
             context_rows=rows["rows"][split:],
             cu_events=rows["cu_events"],
-            candidates=heads["candidates"],
             head_at=heads["at"],
             **tokens,
         )
@@ -249,9 +259,10 @@ class GraphedDense:
 
     def _step_fields(self, size: int) -> list[StagedField]:
         sequences = self._limits.num_sequences
-        per_event = [StagedField(name, (size,), torch.int64) for name in ("event_at", "actions", "positions", "gaps")]
+        per_event = [StagedField(name, (size,), torch.int32) for name in ("event_at", "actions", "positions", "gaps")]
         return [
             *per_event,
+            StagedField("candidates", (min(size, self._head_sizes[-1]),), torch.int32),
             StagedField("context_at", (self._row_shape.num_context,), torch.int64),
             StagedField("write_slots", (self._num_tokens(size),), torch.int64),
             StagedField("cu_tokens", (sequences + 1,), torch.int32),
@@ -261,12 +272,11 @@ class GraphedDense:
         ]
 
     def _head_fields(self, size: int) -> list[StagedField]:
-        return [StagedField("at", (size,), torch.int64), StagedField("candidates", (size,), torch.int64)]
+        return [StagedField("at", (size,), torch.int32)]
 
     def _common_fields(self) -> list[StagedField]:
-        """Arrays that every step sends, of whatever size. "starts": of the rows of each feature of the head."""
+        """Arrays that every step sends, of whatever size."""
         return [
-            StagedField("starts", self._head_features.shape, torch.int64),
             StagedField("work", tuple(self._plan.work.shape), torch.int32),
             *term_fields(self._model.config, self._limits.num_sequences),
         ]
@@ -299,7 +309,7 @@ class GraphedDense:
         for name, nowhere in (("event_at", len(x) - 1), ("context_at", len(x) - 1), ("write_slots", -1)):
             host[name].fill(nowhere)
         self._blocks.part(self._common.start, staging.end).send(0)
-        embed = self._maker.capture(partial(self._embed, tokens, x))
+        embed = self._maker.capture(partial(self._embed, tokens, staging.device["candidates"], x))
         return CapturedStep(size, staging, embed, self._maker.capture(partial(self._run_layers, x, tokens.ragged)))
 
     def _capture_head(self, size: int) -> CapturedHead:
@@ -308,14 +318,15 @@ class GraphedDense:
         for array in staging.hosts[0].values():
             array.fill(0)
         self._blocks.part(staging.start, staging.end).send(0)
-        pick = self._maker.capture(partial(self._pick_rows, staging.device["candidates"]))
-        score = self._maker.capture(partial(self._run_head, staging.device["at"], size))
-        received = self._received_blocks.part(0, block_bytes(self._received_fields(size)))
-        return CapturedHead(size, staging, pick, score, received)
+        work = (partial(self._run_head, staging.device["at"], size, turn) for turn in range(STEPS_IN_FLIGHT))
+        return CapturedHead(size, staging, tuple(self._maker.capture(each) for each in work))
 
-    def _embed(self, tokens: DenseInput, x: Tensor) -> None:
+    def _embed(self, tokens: DenseInput, candidates: Tensor, x: Tensor) -> None:
         self._model.embed(tokens, x)
-        self._received.device["found"].copy_(self.row_graphs.found)  # before the next step overwrites it
+        # What follows is read later in the step, and overwritten by the row reads of the next one.
+        self._received.device["found"].copy_(self.row_graphs.found)
+        for feature, rows in zip(self._model.head_features, self._head_rows, strict=True):
+            torch.index_select(tokens.event_rows[feature], 0, candidates, out=rows[: len(candidates)])
 
     def _run_layers(self, x: Tensor, batch: RaggedBatch) -> None:
         batch = replace(batch, v_scale=self._terms.v_scale(x.shape[0]))
@@ -323,14 +334,10 @@ class GraphedDense:
         if y.data_ptr() != x.data_ptr():
             x.copy_(y)
 
-    def _pick_rows(self, candidates: Tensor) -> None:
-        where = self._common.device["starts"][:, None] + candidates
-        for rows, index in zip(self._head_rows, where, strict=True):
-            torch.index_select(self.row_graphs.values, 0, index, out=rows[: len(candidates)])
-
-    def _run_head(self, at: Tensor, size: int) -> None:
+    def _run_head(self, at: Tensor, size: int, turn: int) -> None:
         states, query = self._x.index_select(0, at), self._terms.of_candidates(at)
         self._received.device["scores"][:size].copy_(self._model.head(states, self._head_rows[:, :size], query))
+        self._received_blocks.part(0, block_bytes(self._received_fields(size))).receive(turn)
 
     def _static_input(self, staging: Staging, size: int) -> DenseInput:
         config, device = self._model.config, staging.device

@@ -39,12 +39,12 @@ class StepArrays(NamedTuple):
 
     event_rows: NDArray[np.integer]  # (features, events)
     context_rows: NDArray[np.integer]  # (context,)
-    event_at: IntArray  # (events,) flat position, as are the next
-    actions: IntArray
-    positions: IntArray
-    gaps: IntArray
-    candidates: IntArray  # (candidates,) indices of the candidates among the events
-    head_at: IntArray  # (candidates,) flat position of the token that each is scored with
+    event_at: NDArray[np.integer]  # (events,) flat position
+    actions: NDArray[np.integer]  # (events,) as are the next two
+    positions: NDArray[np.integer]
+    gaps: NDArray[np.integer]
+    candidates: NDArray[np.integer]  # (candidates,) indices of the candidates among the events
+    head_at: NDArray[np.integer]  # (candidates,) flat position of the token that each is scored with
     context_at: IntArray  # (context,)
     write_slots: IntArray  # (tokens,)
     cu_events: IntArray  # (requests + 1,)
@@ -228,7 +228,7 @@ def _put_write_slots(known: IntArray, page_tokens: int, out: StepArrays) -> None
 
 
 @numba.njit(cache=True, nogil=True)
-def _put_gaps(gaps: IntArray, times: IntArray, num_buckets: int) -> None:
+def _put_gaps(gaps: NDArray[np.integer], times: IntArray, num_buckets: int) -> None:
     """Fill in the time buckets of the last events. The first event of a window has gap 0: nothing precedes it there.
 
     Each time is read twice: with the one before kept in a variable, the loop has no vector instructions.
@@ -255,6 +255,6 @@ def _fill(target: NDArray[np.integer], value: int) -> None:
 
 
 @numba.njit(cache=True, nogil=True)
-def _count_from(target: IntArray, start: int) -> None:
+def _count_from(target: NDArray[np.integer], start: int) -> None:
     for i in range(target.size):
         target[i] = start + i

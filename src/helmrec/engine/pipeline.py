@@ -86,7 +86,7 @@ def _record(batch: Batch, work: StepWork, output: StepOutput, ended_s: float) ->
         0 if batch.is_ahead else len(batch.members),
         work.tokens,
         work.pairs,
-        sum(running.step.num_rows),
+        running.step.total_rows,
         output.num_missed,
         running.num_loads,
         *output.times,

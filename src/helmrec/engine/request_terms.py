@@ -43,7 +43,7 @@ class RequestTerms:
         """Factors of the values of all tokens, padding included; may be captured."""
         if not self._query:
             return None
-        at = torch.arange(num_tokens, device=self._query["ends"].device)
+        at = torch.arange(num_tokens, dtype=self._query["ends"].dtype, device=self._query["ends"].device)
         return self._query["scale"][self._owners(at)][:, None, None]
 
     def load(self, host: HostArrays, terms: ModelTerms, cu_tokens: Lengths) -> None:
@@ -80,7 +80,7 @@ def term_fields(config: ModelConfig, num_sequences: int) -> list[StagedField]:
             StagedField("kept", (num_context, 1), torch.float32),
             StagedField("clocks", (num_sequences, 2 * len(frame.cycles)), torch.float32),
             StagedField("scale", (num_sequences,), torch.float32),
-            StagedField("ends", (num_sequences,), torch.int64),  # the flat position after the last token
+            StagedField("ends", (num_sequences,), torch.int32),  # the flat position after the last token
         ]
     if config.full_attn_tail:
         fields.append(StagedField("num_full", (num_sequences,), torch.int32))

@@ -7,7 +7,6 @@ more programs if no other step computes.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from helmrec.engine.timeline import DeviceTimeline, Mark
 from helmrec.kernels.row_index import ABSENT
 from helmrec.kernels.row_lookup import Lookup
 from helmrec.kernels.row_table import Control, Missed, RowTally
-from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 
 _ASSIGN_BESIDE = 16_384  # rows of a step from which slots are assigned while rows come from the host, not afterwards
@@ -51,14 +49,7 @@ class CapturedRows:
     sent: BlockPart
     alone: torch.cuda.CUDAGraph  # these two read rows
     beside_compute: torch.cuda.CUDAGraph
-    admit: torch.cuda.CUDAGraph
-
-
-class StepBefore(NamedTuple):
-    """What the step before has yet to do."""
-
-    embedded: torch.cuda.Event  # it no longer reads the rows in `RowGraphs.values`
-    ended: torch.cuda.Event
+    admit: torch.cuda.CUDAGraph | None  # None: the graphs above also admit them
 
 
 class RowGraphs:
@@ -78,12 +69,22 @@ class RowGraphs:
         self._captured: dict[int, CapturedRows] = {}
 
     @property
+    def stream(self) -> torch.cuda.Stream:
+        """Stream in which rows are read."""
+        assert self._cache.stream is not None
+        return self._cache.stream
+
+    @property
     def num_graphs(self) -> int:
-        return 3 * len(self._captured)
+        return sum(self.num_graphs_of(size) for size in self._captured)
 
     @property
     def buffer_bytes(self) -> int:
         return self.values.nbytes + self._lookup.num_bytes + self._blocks.device.nbytes
+
+    def num_graphs_of(self, size: int) -> int:
+        """Return the number of graphs of a step of this size."""
+        return 2 if self._assigns_beside(size) else 3
 
     def values_of(self, size: int) -> Tensor:
         """Return the rows of a step of this size: (features * size + context, row_dim)."""
@@ -93,23 +94,28 @@ class RowGraphs:
         """Return the arrays that a step of this size fills before `read`: "rows" and "cu_events"."""
         return self._captured[size].staging.hosts[turn]
 
-    def read(self, size: int, turn: int, num_rows: int, before: StepBefore, timeline: DeviceTimeline) -> None:
-        """Start reading the rows of a step, `num_rows` of them, into `values`. Then READ is marked."""
-        captured, stream = self._captured[size], self._cache.stream
-        assert stream is not None
+    def read(
+        self, size: int, turn: int, num_rows: int, embedded: torch.cuda.Event | None, timeline: DeviceTimeline
+    ) -> None:
+        """Start reading the rows of a step, `num_rows` of them, into `values`. Then READ is marked.
+
+        Called with `stream` as the current one. embedded: happens when the step that still runs no longer reads
+        `values`; None: no step runs.
+        """
+        captured, stream = self._captured[size], self.stream
         host = captured.staging.hosts[turn]
         host["control"][:] = self._cache.next_control(num_rows)
         if (tier := self._stage.tier) is not None:
             is_row = host["rows"] != ABSENT
             host["frames"][:] = 0
             host["frames"][is_row] = tier.frames_of(host["rows"][is_row].astype(np.int64))
-        gather = captured.alone if before.ended.query() else captured.beside_compute
-        with InStream(stream):
-            captured.sent.send(turn)
-            stream.wait_event(before.embedded)
-            timeline.mark(Mark.READING, stream)
-            gather.replay()
-            timeline.mark(Mark.READ, stream)
+        captured.sent.send(turn)
+        if embedded is not None:
+            stream.wait_event(embedded)
+        timeline.mark(Mark.READING, stream)
+        (captured.alone if embedded is None else captured.beside_compute).replay()
+        timeline.mark(Mark.READ, stream)
+        if captured.admit is not None:
             captured.admit.replay()
 
     def count_misses(self, found: IntArray, num_requests: int, num_rows: int) -> list[int]:
@@ -140,7 +146,7 @@ class RowGraphs:
         alone, beside = (
             self._maker.capture(partial(self._gather, staging, size, is_alone=way)) for way in (True, False)
         )
-        admit = self._maker.capture(partial(self._admit, size))
+        admit = None if self._assigns_beside(size) else self._maker.capture(partial(self._admit, size))
         self._captured[size] = CapturedRows(staging, sent, alone, beside, admit)
 
     def _fields(self, size: int) -> list[StagedField]:
@@ -162,10 +168,12 @@ class RowGraphs:
 
         frames = None if self._stage.tier is None else device["frames"]
         self._stage.gather(device["rows"], lookup, values, is_alone=is_alone, meanwhile=meanwhile, frames=frames)
+        if self._assigns_beside(size):
+            self._cache.keep(values)
 
     def _admit(self, size: int) -> None:
-        if not self._assigns_beside(size):
-            self._cache.assign(self._lookup_of(size).missed)
+        """Assign slots and keep rows after READ, since a small step would wait long for the slots."""
+        self._cache.assign(self._lookup_of(size).missed)
         self._cache.keep(self.values_of(size))
 
     def _assigns_beside(self, size: int) -> bool:

@@ -106,13 +106,13 @@ class Runner:
             timeline.mark(Mark.LOADED, self.host.loading_stream)
             self._pool.bytes_by_cause["kv-reload"] += len(loads) * self._pool.geometry.page_bytes
         step = Outline(members, self._model.config)
-        with InStream(self._dense.stream):
-            self.host.finish_saves_of(self._written_pages(members), self._dense.stream)
-            for _, plan in members:
-                if plan.copy is not None:  # the source is a settled page, never one that is being loaded
-                    self._arena.copy_tokens(plan.copy)
-            wait_for_pages = partial(self._wait_for_pages, timeline) if loads else _no_pages_to_wait_for
-            launched = self._dense.launch(step, wait_for_pages, timeline)
+        self.host.finish_saves_of(self._written_pages(members), self._dense.stream)
+        if copies := [plan.copy for _, plan in members if plan.copy is not None]:
+            with InStream(self._dense.stream):
+                for copy in copies:  # the source is a settled page, never one that is being loaded
+                    self._arena.copy_tokens(copy)
+        wait_for_pages = partial(self._wait_for_pages, timeline) if loads else _no_pages_to_wait_for
+        launched = self._dense.launch(step, wait_for_pages, timeline)
         epoch, position = self._pool.row_epochs.current, self.row_position
         return Running(step, launched, epoch, position, len(loads), timeline)
 

@@ -103,11 +103,6 @@ class DeviceTimeline(Timeline):
         """Return the event of a mark, for streams to wait for; it is recorded again by a later step."""
         return self._events[mark]
 
-    def stages(self, *, has_loads: bool) -> StageTimes:
-        if not self._events[Mark.ENDED].query():  # all other marks lie before the last one
-            return StageTimes(self._host_ms(0.0), nan, nan)
-        return super().stages(has_loads=has_loads)
-
     def _host_ms(self, load_ms: float) -> float:
         """Return the time of the host, which only launched the loads."""
         return (self._left_s - self._began_s) * 1e3

@@ -16,7 +16,7 @@ NORM_EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """Lookups of tokens in three small tables, each (entries, dim), by indices of (tokens,) int64."""
+    """Lookups of tokens in three small tables, each (entries, dim), by indices of (tokens,), int32 or int64."""
 
     action_table: Tensor
     actions: Tensor
@@ -52,7 +52,7 @@ def gate_hidden(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # (n, 
 def sum_parts(x: Tensor, at: Tensor, lookups: Lookups, encoded: Tensor, weight: Tensor, bias: Tensor) -> None:
     """x[at[i]] = the token's three lookups + norm(encoded[0, i]) + norm(encoded[1, i]) + ...
 
-    x: (tokens, dim), at: (n,) int64, encoded: (encoders, n, dim), weight and bias: (encoders, dim).
+    x: (tokens, dim), at: (n,) int32 or int64, encoded: (encoders, n, dim), weight and bias: (encoders, dim).
     """
     total = F.embedding(lookups.actions, lookups.action_table)
     total = total + F.embedding(lookups.positions, lookups.position_table)

@@ -59,9 +59,9 @@ def _sum_kernel(x, at, actions, action_table, positions, position_table, gaps, t
     columns = tl.arange(0, PADDED)
     in_width, in_range = columns < WIDTH, rows < num_rows
     live = in_range[:, None] & in_width[None, :]
-    action = tl.load(actions + rows, mask=in_range, other=0)
-    position = tl.load(positions + rows, mask=in_range, other=0)
-    gap = tl.load(gaps + rows, mask=in_range, other=0)
+    action = tl.load(actions + rows, mask=in_range, other=0).to(tl.int64)
+    position = tl.load(positions + rows, mask=in_range, other=0).to(tl.int64)
+    gap = tl.load(gaps + rows, mask=in_range, other=0).to(tl.int64)
     total = tl.load(action_table + action[:, None] * WIDTH + columns[None, :], mask=live, other=0.0).to(tl.float32)
     total += tl.load(position_table + position[:, None] * WIDTH + columns[None, :], mask=live, other=0.0).to(tl.float32)
     total += tl.load(time_table + gap[:, None] * WIDTH + columns[None, :], mask=live, other=0.0).to(tl.float32)
@@ -70,7 +70,7 @@ def _sum_kernel(x, at, actions, action_table, positions, position_table, gaps, t
         b = tl.load(bias + i * WIDTH + columns, mask=in_width, other=0.0).to(tl.float32)
         source = encoded + (i * num_rows + rows)[:, None] * WIDTH + columns[None, :]
         total += norm_rows(tl.load(source, mask=live, other=0.0).to(tl.float32), w, b, live, WIDTH, EPS)
-    target = tl.load(at + rows, mask=in_range, other=0)
+    target = tl.load(at + rows, mask=in_range, other=0).to(tl.int64)
     tl.store(x + target[:, None] * WIDTH + columns[None, :], total.to(x.dtype.element_ty), mask=live)
 
 

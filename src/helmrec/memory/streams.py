@@ -11,10 +11,16 @@ class InStream:
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "InStream":
         if self._stream is not None:
             self._before = torch.cuda.current_stream(self._stream.device)
             torch.cuda.set_stream(self._stream)
+        return self
+
+    def change_to(self, stream: torch.cuda.Stream) -> None:
+        """Run what follows in another stream of the same device; the context ends as if it had not been changed."""
+        assert self._stream is not None, "there is no card"
+        torch.cuda.set_stream(stream)
 
     def __exit__(self, *_: object) -> None:
         if self._stream is not None:

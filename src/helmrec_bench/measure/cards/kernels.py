@@ -158,7 +158,7 @@ def measure(engine: Engine, users: KernelUsers, row: KernelRow, ceiling: float) 
     assert all(np.isfinite(r.scores).all() for r in results), row.name
     dense = EngineProbe(engine).dense
     assert isinstance(dense, GraphedDense)
-    embed, layers, head = dense.last_step.embed, dense.last_step.layers, dense.last_head.score
+    embed, layers, head = dense.last_step.embed, dense.last_step.layers, dense.last_head.scores[0]
     layer_times = times_ms(layers.replay, embed.replay)
     median = statistics.median(layer_times)
     rate = row.floating_point_operations(engine.model_config) / median / 1e9

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from helmrec.clock import MonotonicClock
 from helmrec.engine.assemble import Assembly
-from helmrec.engine.row_graphs import RowGraphs, RowShape, StepBefore
+from helmrec.engine.row_graphs import RowGraphs, RowShape
 from helmrec.engine.row_stage import DeviceRowStage
 from helmrec.engine.timeline import DeviceTimeline, Mark
 from helmrec.kernels.row_index import INDEXES, IndexForm
@@ -34,6 +34,7 @@ from helmrec.kernels.row_table import Admission, RowTally
 from helmrec.memory.arena import Arena
 from helmrec.memory.device_rows import DeviceRows, RowPolicy
 from helmrec.memory.row_master import RowMaster
+from helmrec.memory.streams import InStream
 from helmrec.types import IntArray
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.measure.cards.fbgemm_rows import FbgemmRows, find_fbgemm
@@ -133,12 +134,13 @@ class Ours:
             return reading.values
         used = torch.cuda.Event()
         used.record()
-        before = StepBefore(used, torch.cuda.Event())  # an event that was never recorded has passed: nothing computes
         self._turn ^= 1
         size, host = self._place.profile.step_rows, self._graphs.host(self._place.profile.step_rows, self._turn)
         host["rows"][:], host["cu_events"][:] = rows, (0, rows.size)
         timeline = self._timelines[self._turn]
-        self._graphs.read(size, self._turn, rows.size, before, timeline)
+        with InStream(self._graphs.stream):
+            self._graphs.stream.wait_event(used)
+            self._graphs.read(size, self._turn, rows.size, None, timeline)  # no step computes
         torch.cuda.current_stream().wait_event(timeline.event(Mark.READ))
         found, ended = self._found[self._turn], torch.cuda.Event()
         found.copy_(self._graphs.found, non_blocking=True)
