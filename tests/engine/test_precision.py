@@ -96,23 +96,6 @@ def test_simulated_nodes_have_the_pages_of_the_engine(kv_dtype: FixedKVDtype) ->
     assert PlanConfig(rate=1, kv_dtype=kv_dtype).kv_dtype == kv_dtype
 
 
-def test_a_card_says_that_the_portable_kernel_reads_codes() -> None:
-    shape = tiny_config()
-    assert not setup._slower_path(shape, EngineConfig(device="cuda"))
-    assert not setup._slower_path(shape, EngineConfig(device="cpu", kv_dtype="int8"))
-    (line,) = setup._slower_path(shape, EngineConfig(device="cuda", kv_dtype="int8"))
-    assert line == "attention: the portable kernel, since it alone reads K/V of kv_dtype int8"
-    (line,) = setup._slower_path(shape, EngineConfig(device="cuda", kv_dtype="fp8_e4m3"))
-    assert line.endswith("kv_dtype fp8_e4m3 with compute_dtype model")
-    both = EngineConfig(device="cuda", kv_dtype="fp8_e4m3", compute_dtype="fp8_e4m3")
-    (line,) = setup._slower_path(shape, both)
-    assert line.endswith("q.k of eight-bit floats needs a bfloat16 model with heads of 64, 128 or 256 values")
-    assert not setup._slower_path(profile("dlrmv3", 1_000), both)
-    ends_within_a_key = tiny_config(num_heads=3, qk_dim=50, v_dim=50, row_dim=100)
-    (line,) = setup._slower_path(ends_within_a_key, EngineConfig(device="cuda", row_dtype="int8", page_tokens=16))
-    assert line.endswith("a page of 16 tokens is no whole number of keys long")
-
-
 @pytest.mark.parametrize("page_tokens", [64, 128])
 @pytest.mark.parametrize("precision", [FULL_PRECISION, *LOW_PRECISIONS.values()])
 @pytest.mark.parametrize("name", ["dlrmv3", "wide", "nvidia-bench", "kuairand", "paper"])
@@ -121,7 +104,7 @@ def test_a_card_can_copy_keys_out_of_pages_in_every_precision(
 ) -> None:
     config = EngineConfig(device="cuda", page_tokens=page_tokens, **precision._asdict())
     geometry = setup.page_geometry(profile(name, 1_000), config)
-    assert geometry.has_whole_keys
+    assert geometry.has_whole_lines
     assert geometry.kv_waste < 0.05
 
 

@@ -43,7 +43,7 @@ def fresh() -> np.random.Generator:
 
 def attend(case: Case, repeats: int = 1) -> torch.Tensor:
     """Encode and attend, with one plan for all repeats, so that counters left behind would show."""
-    assert multiplies_codes(case.q, case.v, case.k_pages, case.v_pages)
+    assert multiplies_codes(case.q, case.v, case.k_pages, case.v_pages, 16)
     plan = plan_for(case.q, case.v, case.batch, "codes")
     tokens = encode_tokens(*case)
     for _ in range(repeats):
@@ -187,4 +187,5 @@ def test_products_of_codes_match_float64() -> None:
     assert triton_fp8_layer.can_multiply_codes(weight.coded.uvqk.codes, torch.bfloat16)
     values = rows.codes.view(FP8).double() * rows.scale.double()
     exact = values @ weight.uvqk_weight.double() + bias.double()
-    assert relative_error(triton_fp8_layer.multiply(rows, weight.coded.uvqk, bias, torch.bfloat16), exact) < BOUND
+    found = triton_fp8_layer.multiply(rows, weight.coded.uvqk, weight.uvqk_weight, bias)
+    assert relative_error(found, exact) < BOUND

@@ -293,7 +293,7 @@ class GraphedDense:
         sizes = (self._memory.k_pages.shape[2], self._limits.num_sequences)
         scores: Scores = "plain" if config.attention_bias is None else "biased"
         has_plain_scores = scores == "plain" and config.attention_window is None
-        if has_plain_scores and multiplies_codes(q, v, self._memory.k_pages, self._memory.v_pages):
+        if has_plain_scores and multiplies_codes(q, v, self._memory.k_pages, self._memory.v_pages, config.dim):
             scores = "codes"
         return AttentionPlan(q, v, *sizes, config.attention_window, scores)
 

@@ -10,6 +10,7 @@ from helmrec.config import EngineConfig
 from helmrec.engine.capture import GraphMaker
 from helmrec.engine.choose import choose_device, choose_pool
 from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
+from helmrec.engine.fast_paths import slower_paths
 from helmrec.engine.graphs import GraphedDense, GraphLimits
 from helmrec.engine.precision import choose_precision
 from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
@@ -104,7 +105,7 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     dense.warm_up(follow)
     start_up.end()
     capture = GraphMaker().capture if isinstance(dense, GraphedDense) else None
-    choices = (device_reason, pool_reason, *precision_reasons, *_slower_path(shape, config))
+    choices = (device_reason, pool_reason, *precision_reasons, *slower_paths(shape, config, geometry, arena))
     return Parts(hstu, master, arena, pool, dense, kernels, capture, start_up, chosen, choices)
 
 
@@ -132,25 +133,6 @@ def _without_kept_kv(config: EngineConfig) -> EngineConfig:
     if config.miss_curves:
         raise ConfigError("miss_curves: K/V of this model depend on the query and are never kept, got True")
     return config.model_copy(update={"kv_admission": "never"})
-
-
-def _slower_path(shape: ModelConfig, config: EngineConfig) -> tuple[str, ...]:
-    """Say so if an engine cannot use the fastest attention of a card."""
-    is_fp8, is_wide = config.kv_dtype == "fp8_e4m3", config.compute_dtype == "model"
-    geometry = page_geometry(shape, config)
-    fits = shape.dtype == "bfloat16" and shape.qk_dim == shape.v_dim and shape.qk_dim in {64, 128, 256}
-    reasons = (
-        ("this model has an attention bias", shape.attention_bias is not None),
-        ("this model has local attention (max_attn_len)", shape.max_attn_len is not None),
-        ("it alone reads K/V of kv_dtype int8", config.kv_dtype == "int8"),
-        ("it alone reads K/V of kv_dtype fp8_e4m3 with compute_dtype model", is_fp8 and is_wide),
-        ("q.k of eight-bit floats needs a bfloat16 model with heads of 64, 128 or 256 values", is_fp8 and not fits),
-        (f"a page of {geometry.page_tokens} tokens is no whole number of keys long", not geometry.has_whole_keys),
-    )
-    found = [reason for reason, is_given in reasons if is_given]
-    if config.device != "cuda" or not found:
-        return ()
-    return (f"attention: the portable kernel, since {found[0]}",)
 
 
 def without_row_index(config: EngineConfig, geometry: PageGeometry, num_rows: int) -> EngineConfig:

@@ -17,6 +17,7 @@ from helmrec.types import AttentionWindow
 
 HOPPER = 9  # major compute capability
 BLOCK_OF_CODES = 128  # keys of the largest block of codes
+_MOST_ROWS = 2**31 - 1
 MAX_PARTS = 96  # parts of split tiles at a time; bounds the workspace to 25 MB at 4 heads of 128
 
 
@@ -46,11 +47,10 @@ def launch_shape(qk: int, v: int, dtype: torch.dtype, page_tokens: int, scores: 
     """
     if dtype == torch.float32:  # needs twice the shared memory, and is not tuned
         return LaunchShape(32, 32, 4, 1)
-    block_n, num_stages = (128, 3) if padded(max(qk, v)) <= 128 else (64, 2)
+    widest, num_stages = (128, 3) if padded(max(qk, v)) <= 128 else (64, 2)
     if scores == "biased":
-        block_n = 64
-    if page_tokens in (16, 32, 64):
-        block_n = min(block_n, page_tokens)
+        widest = 64
+    block_n = next((size for size in (128, 64, 32, 16) if size <= widest and page_tokens % size == 0), widest)
     return LaunchShape(128, block_n, 8, num_stages)
 
 
@@ -111,30 +111,32 @@ class AttentionPlan:
         self.work.copy_(torch.from_numpy(work))
 
 
-def multiplies_codes(q: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages) -> bool:
+def multiplies_codes(q: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, depth: int) -> bool:
     """Whether the attention of Hopper on eight-bit floats can read pages like these, for scores without bias or window.
 
-    q, v: (tokens, heads, dim), projected.
+    q, v: (tokens, heads, dim), projected. depth: width of what they are projected from, which must be read by rows too.
     """
     if not (isinstance(k_pages, ScaledPages) and isinstance(v_pages, ScaledPages) and v_pages.in_lane_order):
         return False
     dim, page_tokens = q.shape[2], k_pages.shape[-3]
     if not (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == HOPPER and dim in {64, 128, 256}):
         return False
-    is_fp8 = q.dtype == torch.bfloat16 and k_pages.dtype == v_pages.dtype == torch.float8_e4m3fn
+    is_fp8 = q.dtype == torch.bfloat16 and k_pages.dtype == v_pages.dtype == torch.float8_e4m3fn and depth % 16 == 0
     whole_blocks = page_tokens in {32, 64} or page_tokens % BLOCK_OF_CODES == 0
     return is_fp8 and v.shape[2] == dim and whole_blocks and q.numel() > 0 and _are_readable(k_pages, v_pages)
 
 
 def _are_readable(k_pages: ScaledPages, v_pages: ScaledPages) -> bool:
-    """Whether the copy engine can read blocks of these pages: whole rows of 16 bytes each."""
+    """Whether the copy engine can read blocks of these pages: whole rows of 16 bytes each, counted in 32 bits."""
     dim, page_tokens = k_pages.shape[-1], k_pages.shape[-3]
     page, token, *key = k_pages.codes.stride()[-4:]
     v_page, *value = v_pages.codes.stride()[-4:]
     whole_rows = page % token == 0 and v_page % page_tokens == 0 and token % 16 == 0
     aligned = all(pages.codes.data_ptr() % 16 == 0 and pages.codes.numel() > 0 for pages in (k_pages, v_pages))
     packed = key == [dim, 1] and value == [1, dim * page_tokens, page_tokens]
-    return whole_rows and aligned and packed and k_pages.exponents.stride() == v_pages.exponents.stride()
+    num_pages, rows_of_page = k_pages.shape[-4], max(page // token, v_page // page_tokens)
+    is_counted = num_pages * rows_of_page <= _MOST_ROWS
+    return whole_rows and aligned and packed and is_counted and k_pages.exponents.stride() == v_pages.exponents.stride()
 
 
 def plan_for(q: Tensor, v: Tensor, batch: RaggedBatch, scores: Scores | None = None) -> AttentionPlan:

@@ -64,7 +64,7 @@ def _run_coded_layer(
     o = x.new_empty((x.shape[0], shape.num_heads, width // shape.num_heads))
     has_plain_scores = weights.relative_bias is None and batch.window is None
     has_equal_heads = weights.uvqk_beta.shape[0] == 4 * width
-    in_codes = has_plain_scores and has_equal_heads and multiplies_codes(o, o, k_pages, v_pages)
+    in_codes = has_plain_scores and has_equal_heads and multiplies_codes(o, o, k_pages, v_pages, x.shape[1])
     if in_codes and isinstance(k_pages, ScaledPages) and isinstance(v_pages, ScaledPages):
         plan = plan_for(o, o, batch, "codes") if batch.plan is None else batch.plan
         u, tokens = project_codes(x, delta, weights, shape.form, (k_pages, v_pages), batch)

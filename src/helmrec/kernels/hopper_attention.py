@@ -34,7 +34,7 @@ from helmrec.kernels.hopper_tiles import (
     take,
 )
 from helmrec.kernels.ragged import RaggedBatch
-from helmrec.kernels.work_list import FIELDS, Tiling
+from helmrec.kernels.work_list import FIELDS
 
 _SHARED_BYTES = 224 * 1024  # for the query tile and the ring; the barriers need a little more
 
@@ -43,8 +43,8 @@ _SHARED_BYTES = 224 * 1024  # for the query tile and the ring; the barriers need
 
 
 @gluon.jit
-def _producer(inputs, sources, state, queries, pipe, tickets, barriers, FIELDS: gl.constexpr, NUM_HEADS: gl.constexpr,
-              DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr, PAGE_ROWS: gl.constexpr, BLOCK_M: gl.constexpr,
+def _producer(inputs, sources, page_rows, state, queries, pipe, tickets, barriers, FIELDS: gl.constexpr,
+              NUM_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr, BLOCK_M: gl.constexpr,
               BLOCK_N: gl.constexpr, SLOTS: gl.constexpr):
     """Take tickets until none is left, and fetch each tile's blocks in the order K0 K1 V0 K2 V1 .. of their use."""
     work, batch, num_context, table_stride = inputs
@@ -64,12 +64,12 @@ def _producer(inputs, sources, state, queries, pipe, tickets, barriers, FIELDS: 
         for group in gl.static_range(2):
             load_tile(q_flat, [start + row + group * 64, head * DIM], q_full.index(0), queries.index(group))
         for block in range(lo, hi):
-            slot, phase = fetch(k_flat, k_pages, start, table, layout, block, head, pipe, slot, phase, PAGE_ROWS,
+            slot, phase = fetch(k_flat, k_pages, start, table, layout, block, head, pipe, slot, phase, page_rows,
                                 PAGE_TOKENS, BLOCK_N, DIM, SLOTS)
             if block > lo:
                 slot, phase = fetch(v_flat, v_pages, start, table, layout, block - 1, head, pipe, slot, phase,
-                                    PAGE_ROWS, PAGE_TOKENS, BLOCK_N, DIM, SLOTS)
-        slot, phase = fetch(v_flat, v_pages, start, table, layout, hi - 1, head, pipe, slot, phase, PAGE_ROWS,
+                                    page_rows, PAGE_TOKENS, BLOCK_N, DIM, SLOTS)
+        slot, phase = fetch(v_flat, v_pages, start, table, layout, hi - 1, head, pipe, slot, phase, page_rows,
                             PAGE_TOKENS, BLOCK_N, DIM, SLOTS)
         ticket = gl.atomic_add(state, 1, sem="relaxed")
         number += 1
@@ -184,12 +184,15 @@ def _consumer(inputs, outputs, queries, pipe, tickets, barriers, half_scale, inv
         ticket = take(number, tickets, ticket_full, ticket_empty)
 
 
-@gluon.jit
+@gluon.jit(  # a batch of another size must not compile it again while it is served, nor pages of an audit
+    do_not_specialize=["table_stride", "num_context", "page_rows"],
+    do_not_specialize_on_alignment=["cu_tokens", "num_resident", "num_new", "page_table"],
+)
 def _attention_kernel(
     q_flat, k_flat, v_flat, k_pages, v_pages, out, out_strides, work, state, cu_tokens, num_resident, num_new,
-    page_table, table_stride, partials, arrivals, num_context, half_scale, inv_normaliser,
+    page_table, table_stride, partials, arrivals, num_context, half_scale, inv_normaliser, page_rows,
     FIELDS: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE_TOKENS: gl.constexpr,
-    PAGE_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):
     queries = gl.allocate_shared_memory(q_flat.dtype, [2, BLOCK_M // 2, DIM], q_flat.layout)
     ring = gl.allocate_shared_memory(k_flat.dtype, [SLOTS, BLOCK_N, DIM], k_flat.layout)
@@ -206,8 +209,8 @@ def _attention_kernel(
                          NUM_HEADS, DIM, BLOCK_M, BLOCK_N, SLOTS)),
             (_consumer, (inputs, outputs, queries, pipe, tickets, barriers, half_scale, inv_normaliser, 1, FIELDS,
                          NUM_HEADS, DIM, BLOCK_M, BLOCK_N, SLOTS)),
-            (_producer, (inputs, sources, state, queries, pipe, tickets, barriers, FIELDS, NUM_HEADS, DIM, PAGE_TOKENS,
-                         PAGE_ROWS, BLOCK_M, BLOCK_N, SLOTS)),
+            (_producer, (inputs, sources, page_rows, state, queries, pipe, tickets, barriers, FIELDS, NUM_HEADS, DIM,
+                         PAGE_TOKENS, BLOCK_M, BLOCK_N, SLOTS)),
         ],
         [4, 1],
         [232, 40],  # the registers of a multiprocessor, less what the one fetching warp's group can do without
@@ -217,13 +220,13 @@ def _attention_kernel(
 # fmt: on
 
 
-def supports(sources: AttentionInputs, tiling: Tiling) -> bool:
-    """Whether the copy engine and the matrix units support the layout of q, k, v, k_pages and v_pages."""
+def supports(sources: AttentionInputs, block_n: int) -> bool:
+    """Whether copy engine and matrix units support the layout of these tensors; block_n: keys of a block."""
     q, k_pages, v_pages = sources.q, sources.k_pages, sources.v_pages
     dim = q.shape[2]
     if not (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 and dim in (64, 128, 256)):
         return False
-    if q.dtype == torch.float32 or tiling.block_n % 16 or k_pages.shape[1] % tiling.block_n:
+    if q.dtype == torch.float32 or block_n % 16 or k_pages.shape[1] % block_n:
         return False
     packed = all(t.dtype == q.dtype and t.shape[-1] == dim and t.stride()[-2:] == (dim, 1) for t in sources)
     aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.numel() > 0 for t in sources)
@@ -245,7 +248,7 @@ def launch(
         *(pages_descriptor(t, tiling.block_n) for t in (k_pages, v_pages)),
         *(out, out.stride()[:2], plan.work, plan.state, batch.cu_tokens, batch.num_resident, batch.num_new),
         *(batch.page_table, batch.page_table.stride(0), plan.partials, plan.arrivals, batch.num_context),
-        *(scale / 2, 1 / normaliser, FIELDS, tiling.num_heads, dim, batch.page_tokens, page_rows),
+        *(scale / 2, 1 / normaliser, page_rows, FIELDS, tiling.num_heads, dim, batch.page_tokens),
         *(tiling.block_m, tiling.block_n, min(slots, 12)),
         num_warps=4,
     )

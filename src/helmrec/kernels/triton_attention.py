@@ -275,7 +275,7 @@ def attend(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     kept = KeptPages.of(k_pages, v_pages, unused=batch.cu_tokens)
     sources = AttentionInputs(q, k, v, kept.k, kept.v)
-    if bias is None and batch.window is None and hopper_attention.supports(sources, plan.tiling):
+    if bias is None and batch.window is None and hopper_attention.supports(sources, plan.tiling.block_n):
         hopper_attention.launch(sources, batch, out, plan, scale, normaliser)
     else:
         _launch(sources, kept, batch, out, plan, _Scores(scale, normaliser, bias))

@@ -167,7 +167,7 @@ def project(
     delta, (tokens, dim), is added to x in place first.
     """
     assert weights.coded is not None, "weights have no codes"
-    uvqk = multiply(normed(x, delta, weights), weights.coded.uvqk, weights.uvqk_beta, x.dtype)
+    uvqk = multiply(normed(x, delta, weights), weights.coded.uvqk, weights.uvqk_weight, weights.uvqk_beta)
     width = weights.output_norm_weight.shape[0]  # heads * v
     if form == "gated":
         silu_in_place(uvqk[:, width:])
@@ -191,20 +191,18 @@ def gate_output(u: Tensor, o: Tensor, weights: LayerWeights, form: Form) -> Tens
     norm = weights.output_norm_weight, weights.output_norm_bias
     constants = {"EPS": weights.norm_eps, "CONCAT": form == "concat", "NATIVE": is_native(u)}
     _launch(_gate_kernel, u.shape, u, o, *norm, *rows, u.stride(0), o.stride(0), **constants)
-    return multiply(rows, weights.coded.output, weights.output_bias, u.dtype)
+    return multiply(rows, weights.coded.output, weights.output_weight, weights.output_bias)
 
 
-def multiply(
-    rows: CodedRows, weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:  # (tokens, out) of dtype
-    """Products of codes, times both scales, plus bias, (out,)."""
-    codes = rows.codes.view(torch.float8_e4m3fn)
+def multiply(rows: CodedRows, weight: CodedWeight, decoded: Tensor, bias: Tensor | None) -> Tensor:  # (tokens, out)
+    """Products of codes, times both scales, plus bias, (out,). decoded: (in, out), what the codes of `weight` are."""
+    codes, dtype = rows.codes.view(torch.float8_e4m3fn), decoded.dtype
     if can_multiply_codes(weight.codes, dtype):
         return torch._scaled_mm(
             codes, weight.codes.T, rows.scale, weight.scale, bias=bias, out_dtype=dtype, use_fast_accum=True
         )
-    decoded, right = (codes.float() * rows.scale).to(dtype), weight.decoded(dtype)
-    return decoded @ right if bias is None else torch.addmm(bias, decoded, right)
+    left = (codes.float() * rows.scale).to(dtype)
+    return left @ decoded if bias is None else torch.addmm(bias, left, decoded)
 
 
 def can_multiply_codes(weight: Tensor, dtype: torch.dtype) -> bool:

@@ -42,23 +42,21 @@ class PageGeometry:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page: a whole number of rows and, if that takes little padding, of keys too.
-
-        A card's copy engine reads pages that lie a whole number of keys apart.
-        """
+        """Bytes of a page: a whole number of rows and, if that takes little padding, of a copy engine's lines too."""
         kv_bytes, rows = self.page_tokens * self.token_bytes, math.lcm(self.row_stride, _ALIGN_PAGE)
-        of_whole_keys = _round_up(kv_bytes, math.lcm(rows, self._key_bytes))
-        return of_whole_keys if of_whole_keys <= (1 + _MOST_PADDING) * kv_bytes else _round_up(kv_bytes, rows)
+        of_whole_lines = _round_up(kv_bytes, math.lcm(rows, self._line_bytes))
+        return of_whole_lines if of_whole_lines <= (1 + _MOST_PADDING) * kv_bytes else _round_up(kv_bytes, rows)
 
     @property
-    def has_whole_keys(self) -> bool:
-        """Whether a page is a whole number of keys of one layer."""
-        return self.page_bytes % self._key_bytes == 0
+    def has_whole_lines(self) -> bool:
+        """Whether a card's copy engine can read pages: they lie a whole number of its lines apart."""
+        return self.page_bytes % self._line_bytes == 0
 
     @property
-    def _key_bytes(self) -> int:
-        """Bytes of the key of a token in one layer."""
-        return self.num_heads * self.qk_dim * self.kv_itemsize
+    def _line_bytes(self) -> int:
+        """Bytes of a key of one layer and, of codes, also of one value of all tokens of a page, side by side."""
+        key = self.num_heads * self.qk_dim * self.kv_itemsize
+        return math.lcm(key, self.page_tokens) if self.kv_scale_bytes else key
 
     @property
     def rows_per_page(self) -> int:

@@ -1,0 +1,130 @@
+"""What users of a card are told of the fast paths that an engine cannot take."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helmrec.config import EngineConfig
+from helmrec.engine import fast_paths
+from helmrec.engine.fast_paths import other_slower_paths, slower_paths, why_portable
+from helmrec.engine.setup import has_transposed_values, page_geometry
+from helmrec.kernels.attention_plan import multiplies_codes
+from helmrec.kernels.kv_rounding import CODE_DTYPES
+from helmrec.memory.arena import Arena
+from helmrec.memory.geometry import PageGeometry
+from helmrec.model.config import ModelConfig
+from helmrec.model.precision import FULL_PRECISION, LOW_PRECISIONS, Precision
+from helmrec.model.profiles import profile
+from helmrec.model.shared_tables import row_codec
+from tests.helpers import tiny_config
+
+AMPERE, HOPPER, BLACKWELL = 8, 9, 10
+IN_CODES = {"kv_dtype": "fp8_e4m3", "compute_dtype": "fp8_e4m3"}
+
+
+def on_card(**settings: Any) -> EngineConfig:
+    return EngineConfig(device="cuda", **settings)
+
+
+def reason(shape: ModelConfig, generation: int = HOPPER, **settings: Any) -> str:
+    config = on_card(**settings)
+    return why_portable(shape, config, page_geometry(shape, config), generation)
+
+
+def test_the_reason_is_the_first_condition_that_fails() -> None:
+    shape = profile("dlrmv3", 1_000)
+    assert reason(shape, AMPERE) == "the fast one is for compute capability 9, this card has 8"
+    assert reason(shape, BLACKWELL).endswith("this card has 10")
+    assert reason(shape, kv_dtype="int8") == "it alone reads K/V of kv_dtype int8"
+    assert reason(shape, kv_dtype="fp8_e4m3").endswith("kv_dtype fp8_e4m3 with compute_dtype model")
+    assert reason(profile("paper", 1_000)).endswith("heads of 64, 128 or 256 values, this model has 64 and 192")
+    assert reason(tiny_config()).endswith("needs bfloat16 or float16, this model has float32")
+    half = shape.model_copy(update={"dtype": "float16"})
+    assert reason(half, **IN_CODES).endswith("needs bfloat16, this model has float16")
+    assert reason(shape.model_copy(update={"dim": 200}), **IN_CODES).endswith("a dim of whole 16, got 200")
+    assert reason(shape, page_tokens=48).endswith("cannot read pages of 48 tokens in a pool of this size")
+
+
+def test_pages_that_end_within_a_key_are_a_reason() -> None:
+    odd = tiny_config(dtype="bfloat16", num_heads=3, qk_dim=64, v_dim=64, row_dim=104, num_layers=1)
+    config = on_card(row_dtype="int8", page_tokens=16)
+    geometry = page_geometry(odd, config)
+    assert not geometry.has_whole_lines
+    assert reason(odd, row_dtype="int8", page_tokens=16) == "a page of 16 tokens is no whole number of keys long"
+
+
+def test_settings_that_are_slower_everywhere_are_named() -> None:
+    shape = profile("dlrmv3", 1_000)
+    assert other_slower_paths(shape, on_card(), HOPPER) == ()
+    assert other_slower_paths(shape, on_card(**IN_CODES), HOPPER) == ()
+    (line,) = other_slower_paths(shape, on_card(**IN_CODES), AMPERE)
+    assert line.startswith("products: compute_dtype fp8_e4m3 needs a bfloat16 model and compute capability 9")
+    (line,) = other_slower_paths(shape.model_copy(update={"dtype": "float16"}), on_card(**IN_CODES), HOPPER)
+    assert line.endswith("it is slower than model here")
+    (line,) = other_slower_paths(shape, on_card(row_index="host"), HOPPER)
+    assert line.endswith("since row_index is host")
+
+
+def small_arena(shape: ModelConfig, config: EngineConfig, geometry: PageGeometry) -> Arena:
+    kept_as = CODE_DTYPES.get(config.kv_dtype, getattr(torch, shape.dtype))
+    codec = row_codec(shape, config.fixed_row_dtype)
+    return Arena(2, geometry, kept_as, codec.stored_dtype, "cpu", has_transposed_values(config, geometry))
+
+
+@pytest.mark.parametrize("page_tokens", [32, 64, 128, 256, 384, 512])
+@pytest.mark.parametrize("precision", [FULL_PRECISION, *LOW_PRECISIONS.values()])
+@pytest.mark.parametrize("name", ["dlrmv3", "wide", "nvidia-bench", "kuairand"])
+def test_attention_of_hopper_reads_the_pages_of_every_profile(
+    name: str, precision: Precision, page_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real conditions over the real strides; only the card is made up."""
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (HOPPER, 0))
+    monkeypatch.setattr(fast_paths, "DEVICE", "cpu")
+    shape = profile(name, 1_000)
+    config = on_card(page_tokens=page_tokens, **precision._asdict())
+    geometry = page_geometry(shape, config)
+    lines = slower_paths(shape, config, geometry, small_arena(shape, config, geometry))
+    reads_codes_slowly = config.kv_dtype == "int8" or (config.kv_dtype != "model" and config.compute_dtype == "model")
+    assert (lines == ()) == (not reads_codes_slowly), lines
+
+
+def test_rows_of_pages_are_counted_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (HOPPER, 0))
+    shape, config = profile("dlrmv3", 1_000), on_card(page_tokens=32, **IN_CODES)
+    geometry = page_geometry(shape, config)
+    arena = small_arena(shape, config, geometry)
+    q = torch.empty((1, shape.num_heads, shape.qk_dim), dtype=torch.bfloat16)
+    layers = [type(pages)(pages.codes[0], pages.exponents[0], pages.in_lane_order) for pages in (arena.k, arena.v)]
+    assert multiplies_codes(q, q, *layers, shape.dim)
+    most = np.iinfo(np.int32).max // (geometry.page_bytes // geometry.page_tokens)
+    for num_pages, is_readable in ((most, True), (most + 1, False)):
+        wide = [
+            type(pages)(pages.codes[:1].expand(num_pages, -1, -1, -1), pages.exponents, pages.in_lane_order)
+            for pages in layers
+        ]
+        strides = [pages.codes.stride() for pages in layers]
+        for pages, stride in zip(wide, strides, strict=True):
+            object.__setattr__(pages, "codes", _Far(pages.codes, stride))
+        assert multiplies_codes(q, q, *wide, shape.dim) is is_readable
+
+
+class _Far:
+    """Codes with a shape and strides that would not fit this machine."""
+
+    def __init__(self, codes: torch.Tensor, stride: tuple[int, ...]) -> None:
+        self._codes, self._stride = codes, stride
+        self.shape, self.dtype = codes.shape, codes.dtype
+
+    def stride(self) -> tuple[int, ...]:
+        return self._stride
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def numel(self) -> int:
+        return self._codes.numel()
