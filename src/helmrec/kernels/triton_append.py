@@ -35,7 +35,7 @@ def _store_rows_in(target, row_starts, head_stride, values, mask, DIM: tl.conste
     tl.store(target + at, values, mask=mask[:, None] & (columns < WIDTH)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _append_kernel(k, v, k_pages, v_pages, write_slots, v_scale, k_strides, v_strides, k_page_strides, v_page_strides,
                    num_tokens, PAGE_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr,
                    QK_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr):
@@ -98,7 +98,7 @@ def _store_codes(pages, exponents, strides, exponent_strides, page, offset, kept
     tl.store(exponents + at, biased, mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _append_codes_kernel(k, v, k_pages, v_pages, k_exponents, v_exponents, write_slots, v_scale, k_strides, v_strides,
                          k_page_strides, v_page_strides, k_exponent_strides, v_exponent_strides, num_tokens,
                          PAGE_TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr, QK: tl.constexpr, V: tl.constexpr,

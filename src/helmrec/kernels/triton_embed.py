@@ -20,7 +20,7 @@ _AS_THEY_ARE = tl.constexpr(AS_THEY_ARE)
 # fmt: off
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _pool_kernel(rows, features, out, feature_stride, row_stride, num_rows, NUM_FEATURES: tl.constexpr,
                  WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr,
                  IN_FLOAT16: tl.constexpr):
@@ -41,7 +41,7 @@ def _pool_kernel(rows, features, out, feature_stride, row_stride, num_rows, NUM_
     tl.store(out + at[:, None] * WIDTH + columns[None, :], total.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate_kernel(hidden, weight, bias, num_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
                  EPS: tl.constexpr):
     rows, columns, live, w, b = load_norm(weight, bias, num_rows, WIDTH, PADDED, ROWS)
@@ -51,7 +51,7 @@ def _gate_kernel(hidden, weight, bias, num_rows, WIDTH: tl.constexpr, PADDED: tl
     tl.store(at, gated.to(hidden.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _sum_kernel(x, at, actions, action_table, positions, position_table, gaps, time_table, encoded, weight, bias,
                 num_rows, NUM_ENCODERS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
                 EPS: tl.constexpr):

@@ -44,7 +44,7 @@ def load_norm(weight, bias, num_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     return rows, columns, live, w, b
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(x, weight, bias, out, x_stride, num_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr,
                  ROWS: tl.constexpr, EPS: tl.constexpr):
     rows, columns, live, w, b = load_norm(weight, bias, num_rows, WIDTH, PADDED, ROWS)
@@ -53,7 +53,7 @@ def _norm_kernel(x, weight, bias, out, x_stride, num_rows, WIDTH: tl.constexpr, 
     tl.store(out + rows[:, None] * WIDTH + columns[None, :], normed.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _silu_kernel(x, row_stride, num_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(1) * PADDED + tl.arange(0, PADDED)
@@ -63,7 +63,7 @@ def _silu_kernel(x, row_stride, num_rows, WIDTH: tl.constexpr, PADDED: tl.conste
     tl.store(at, (values * tl.sigmoid(values)).to(x.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate_kernel(u, o, weight, bias, y, u_stride, o_stride, y_stride, num_rows, WIDTH: tl.constexpr,
                  PADDED: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr, CONCAT: tl.constexpr,
                  COPY_O: tl.constexpr):
