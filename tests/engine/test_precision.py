@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,13 @@ from helmrec.engine.intake import Intake
 from helmrec.engine.precision import audit_tolerance, cache_version
 from helmrec.errors import ConfigError
 from helmrec.memory.prefix_hash import HashKey
-from helmrec.model.precision import FULL_PRECISION, LOW_PRECISIONS, Precision
+from helmrec.model.precision import (
+    FULL_PRECISION,
+    LOW_PRECISIONS,
+    Precision,
+    PrecisionFigures,
+    PrecisionVerdicts,
+)
 from helmrec.model.profiles import profile
 from helmrec.sim.node.config import NodeConfig
 from helmrec.sim.plan import PlanConfig
@@ -109,8 +116,30 @@ def test_a_card_can_copy_keys_out_of_pages_in_every_precision(
 
 
 def test_wide_heads_in_codes_are_refused_before_hopper() -> None:
-    wide, config = tiny_config(v_dim=256), EngineConfig(device="cuda", kv_dtype="int8")
-    setup.check_card_reads_codes(wide, config, 9)
-    setup.check_card_reads_codes(tiny_config(v_dim=128), config, 8)
+    wide, config = tiny_model(v_dim=256), EngineConfig(device="cuda", kv_dtype="int8")
+    setup.choose_readable_precision(config, wide, 9)
+    setup.choose_readable_precision(config, tiny_model(v_dim=128), 8)
     with pytest.raises(ConfigError, match=r"heads of 256 values need 'model' on a card before .* 9\.0, got 'int8'"):
-        setup.check_card_reads_codes(wide, config, 8)
+        setup.choose_readable_precision(config, wide, 8)
+
+
+def test_auto_takes_only_codes_that_the_card_reads() -> None:
+    figures = PrecisionFigures(
+        requests=200,
+        source="made up",
+        largest_difference=0.1,
+        mean_difference=0.01,
+        spread=1.0,
+        top_overlap=1.0,
+        kendall_tau=1.0,
+    )
+    verdicts = PrecisionVerdicts(version="0").with_verdict(Precision("int8"), figures)
+    verdicts = verdicts.with_verdict(Precision(row_dtype="int8"), figures)
+    wide = replace(tiny_model(v_dim=256), precision=verdicts)
+    config = EngineConfig(device="cuda", kv_dtype="auto", row_dtype="auto")
+    for generation in (9, None):
+        assert setup.choose_readable_precision(config, wide, generation).config.kv_dtype == "int8"
+    chosen = setup.choose_readable_precision(config, wide, 8)
+    assert (chosen.config.kv_dtype, chosen.config.row_dtype) == ("model", "int8")
+    expected = "kv_dtype: model, chosen since heads of 256 values need 'model' on a card before compute capability 9.0"
+    assert expected in chosen.reasons

@@ -13,8 +13,12 @@ import helmrec.engine
 import helmrec.kernels
 import helmrec.memory
 from helmrec.clock import MonotonicClock
+from helmrec.engine import id_checks, intake, row_values
+from helmrec.engine import warm_up as warm_up_module
 from helmrec.engine.engine import Engine
-from helmrec.engine.warm_up import made_up_request, warm_up
+from helmrec.engine.intake import Intake
+from helmrec.engine.warm_up import compile_ahead, made_up_request, warm_up
+from helmrec.memory import row_codes
 from helmrec.types import PrefillRequest, RankRequest
 from tests.helpers import random_request, tiny_config, tiny_engine, tiny_geometry, tiny_model
 
@@ -79,6 +83,57 @@ def test_nothing_is_compiled_after_the_warm_up(settings: dict[str, Any]) -> None
         assert compiled() == before
 
 
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that updates of rows call has been compiled in this process."""
+    monkeypatch.setattr(warm_up_module, "_COMPILED", set())
+    for module in (row_values, row_codes, id_checks):
+        for each in vars(module).values():
+            if isinstance(each, CPUDispatcher):
+                each._reset_overloads()  # type: ignore[attr-defined]
+
+
+def of_updates(compiled: dict[str, int]) -> dict[str, int]:
+    return {
+        name: num for name, num in compiled.items() if name.split(".")[2] in {"row_values", "row_codes", "id_checks"}
+    }
+
+
+def update_in_every_form(engine: Engine) -> None:
+    """Update rows with float32, float16 and lists, in memory that may be read-only."""
+    values = np.random.default_rng(0).standard_normal((3, engine.model_config.row_dim))
+    engine.update_rows("item", [5, 7, 9], values.tolist())
+    for dtype in (np.float16, np.float32):
+        given = values.astype(dtype)
+        for _ in range(2):
+            engine.update_rows("item", np.array([1, 2, 3]), given)
+            given.flags.writeable = False
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("host_row_dtype", ["model", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("row_dtype", ["bfloat16", "float16", "float32"])
+def test_no_update_of_rows_compiles_anything(row_dtype: str, host_row_dtype: str) -> None:
+    with tiny_engine(tiny_model(row_dtype=row_dtype), MonotonicClock(), host_row_dtype=host_row_dtype) as engine:
+        warm_up(engine)
+        before = compiled()
+        update_in_every_form(engine)
+        assert compiled() == before
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("row_dtype", ["bfloat16", "float16"])
+def test_updates_are_compiled_ahead_for_all_types_of_host_rows(row_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(row_dtype=row_dtype)
+    monkeypatch.setattr(warm_up_module, "_use_scratch_engine", lambda *_: None)  # takes minutes, without these types
+    compile_ahead(model.config)
+    before = compiled()
+    for code in ("model", "int8", "fp8_e4m3"):
+        with tiny_engine(model, host_row_dtype=code) as engine:
+            update_in_every_form(engine)
+    assert of_updates(compiled()) == of_updates(before)
+
+
 def test_the_warm_up_leaves_nothing_of_its_own_behind() -> None:
     with tiny_engine(clock=MonotonicClock()) as engine:
         warm_up(engine)
@@ -92,3 +147,16 @@ def test_a_made_up_request_is_valid_for_any_model() -> None:
     for model in (tiny_model(), tiny_model(user_context=(), request_context=())):
         with tiny_engine(model) as engine:
             engine.validate(made_up_request(model.config, 3))
+
+
+def test_a_made_up_request_has_a_time_whose_gap_fronts_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    gaps = []
+
+    def note(gap: int, num_buckets: int) -> int:
+        gaps.append(gap)
+        return 0
+
+    monkeypatch.setattr(intake, "gap_bucket", note)
+    config = tiny_config()
+    Intake(config, version=0, max_history=100).prepare(made_up_request(config, 2))
+    assert gaps == [60]

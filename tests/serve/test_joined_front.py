@@ -1,5 +1,7 @@
 """Several fronts of one engine: the same scores through each, and all of them outlive the engine."""
 
+import asyncio
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -11,9 +13,11 @@ import pytest
 
 from helmrec.errors import ConfigError
 from helmrec.model.weights import save_model
+from helmrec.serve import child_process
 from helmrec.serve.app import make_app
 from helmrec.serve.joined_port import JoinedPort
 from helmrec.serve.node import make_port
+from helmrec.serve.port import Health
 from helmrec.serve.process_port import ProcessPort
 from helmrec.serve.settings import ServeConfig
 from tests.helpers import tiny_engine, tiny_model
@@ -111,6 +115,49 @@ def test_a_model_that_the_first_front_swaps_in_is_served_by_all(fronts: Fronts) 
 
 def test_other_users_of_the_machine_cannot_join(fronts: Fronts, place: Path) -> None:
     assert (place / "engine").stat().st_mode & 0o077 == 0
+
+
+def test_a_joined_front_never_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even at an engine that has closed every connection so far."""
+    monkeypatch.setattr(child_process, "_FIRST_PAUSE_S", 0.001)
+
+    async def join() -> None:
+        num_joins, enough = itertools.count(1), asyncio.Event()
+
+        async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+            if next(num_joins) == 6:
+                enough.set()
+
+        server = await asyncio.start_unix_server(refuse, tmp_path / "engine")
+        port = JoinedPort(str(tmp_path / "engine"), 1 << 20, tiny_model().config, 100)
+        port.start()
+        try:
+            await asyncio.wait_for(enough.wait(), 10)
+            assert port.health is Health.RESTARTING
+        finally:
+            await port.close()
+            server.close()
+
+    asyncio.run(join())
+
+
+def test_a_process_that_fails_a_thousand_times_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause doubles only up to the longest one."""
+    port, pauses = JoinedPort("nowhere", 1 << 20, tiny_model().config, 100), []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        port._is_over = len(pauses) == 1_100
+
+    async def run_one() -> None:
+        pass
+
+    monkeypatch.setattr(port, "_pause", pause)
+    monkeypatch.setattr(port, "_run_one", run_one)
+    asyncio.run(port._supervise())
+    assert pauses[:2] == [0.4, 0.8]
+    assert set(pauses[5:]) == {5.0}
 
 
 def test_a_socket_without_a_process_of_the_engine_is_refused(place: Path) -> None:

@@ -135,6 +135,7 @@ class EnginesPort:
         self._state = ClusterState(settings)
         self._seen = [_Seen() for _ in ports]
         self._is_closed = self._has_started = False
+        self._checking = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
         self._failures = FailureLog(log)
         self._replica_stats: dict[str, EngineStats] = {}
@@ -372,12 +373,10 @@ class EnginesPort:
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         """Update rows on every engine. One that is not running has them before it serves again."""
-        prepare_rows(self.model, table, ids, values)  # what is wrong is refused before any engine has it
-        if self.tables is not None:
-            await self.tables.update_rows(table, ids, values)
-            return
-        if self.logs is not None:
-            await self.logs.update_rows(table, ids, values)
+        async with self._checking:  # one by one, so that calls stay in order; a wrong one reaches no engine
+            update = await asyncio.to_thread(prepare_rows, self.model, table, ids, values)
+        if (shared := self.tables or self.logs) is not None:
+            await shared.update_rows(table, ids, update.values)
             return
         await asyncio.gather(*(port.update_rows_now_or_later(table, ids, values) for port in self._ports))
 

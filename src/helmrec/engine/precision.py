@@ -26,19 +26,25 @@ class ChosenPrecision(NamedTuple):
     reasons: tuple[str, ...]
 
 
-def choose_precision(config: EngineConfig, model: LoadedModel) -> ChosenPrecision:
-    """Choose eight bits for K/V, then for rows, if the model's own check allows them with all else that is rounded."""
-    config, kv_reasons = _choose_kv_dtype(config, model.precision)
+def choose_precision(config: EngineConfig, model: LoadedModel, no_kv_codes: str | None = None) -> ChosenPrecision:
+    """Choose eight bits for K/V, then for rows, if the model's own check allows them with all else that is rounded.
+
+    no_kv_codes: why the card cannot read K/V in eight bits, if it cannot.
+    """
+    config, kv_reasons = _choose_kv_dtype(config, model.precision, no_kv_codes)
     config, row_reasons = _choose_row_dtype(config, model.precision)
     return ChosenPrecision(config, (*kv_reasons, *row_reasons))
 
 
-def _choose_kv_dtype(config: EngineConfig, found: PrecisionVerdicts | None) -> ChosenPrecision:
+def _choose_kv_dtype(config: EngineConfig, found: PrecisionVerdicts | None, no_kv_codes: str | None) -> ChosenPrecision:
     if config.kv_dtype != "auto":
         return ChosenPrecision(config, _as_set("kv_dtype", config.kv_dtype))
     fixed = config if config.row_dtype != "auto" else config.model_copy(update={"row_dtype": "model"})
     others = Precision("model", config.compute_dtype, fixed.row_rounding)
-    choice = _choose(found, {code: others._replace(kv_dtype=code) for code in ROUNDED})
+    if no_kv_codes is None:
+        choice = _choose(found, {code: others._replace(kv_dtype=code) for code in ROUNDED})
+    else:
+        choice = _Choice("model", no_kv_codes)
     chosen = config.model_copy(update={"kv_dtype": choice.code})
     return ChosenPrecision(chosen, (f"kv_dtype: {choice.code}, chosen since {choice.why}",))
 

@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from helmrec.engine.intake import RowUpdate
+from helmrec.engine.intake import RowUpdate, prepare_rows
 from helmrec.errors import RequestError
 from helmrec.kernels.row_codec import RowCodec
 from helmrec.memory.row_codes import widened
 from helmrec.memory.row_master import HostRows, encoded_on_host, first_non_finite
+from helmrec.model.config import ModelConfig
 from helmrec.types import IntArray
 
 _ALIGN = 256  # of the rows behind the values of a block
@@ -47,6 +48,16 @@ def stored(values: NDArray[np.float32] | NDArray[np.float16], codec: RowCodec) -
     """Return values as a codec stores them: rounded to the model's dtype first, as the rows in its files are."""
     rounded = converted(values, codec.dtype)
     return rounded if codec.code is None else encoded_on_host(rounded, codec)
+
+
+def compile_updates(config: ModelConfig, codec: RowCodec) -> None:
+    """Compile what checks new rows of a model and converts them to this form: of any type, writable or not."""
+    for dtype in (np.float32, np.float16):
+        values = np.ones((1, config.row_dim), dtype)
+        for _ in range(2):
+            update = prepare_rows(config, config.tables[0].name, np.zeros(1, np.int64), values)
+            stored(update.values, codec)
+            values.flags.writeable = False
 
 
 def converted(values: NDArray[np.float32] | NDArray[np.float16], dtype: torch.dtype) -> Tensor:

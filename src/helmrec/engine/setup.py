@@ -12,7 +12,7 @@ from helmrec.engine.choose import choose_device, choose_pool
 from helmrec.engine.dense import Dense, EagerDense, Memory, Progress
 from helmrec.engine.fast_paths import slower_paths
 from helmrec.engine.graphs import GraphedDense, GraphLimits
-from helmrec.engine.precision import choose_precision
+from helmrec.engine.precision import ChosenPrecision, choose_precision
 from helmrec.engine.row_stage import DeviceRowStage, HostRowStage, RowStage
 from helmrec.engine.start_up import StartUp
 from helmrec.errors import ConfigError, PoolTooSmall
@@ -68,10 +68,9 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
 
     config, device_reason = choose_device(config)
     _check_device(config)
-    config, precision_reasons = choose_precision(config, model)
     shape = model.config
-    if config.device == "cuda" and config.kv_dtype != "model":
-        check_card_reads_codes(shape, config, torch.cuda.get_device_capability()[0])
+    generation = torch.cuda.get_device_capability()[0] if config.device == "cuda" else None
+    config, precision_reasons = choose_readable_precision(config, model, generation)
     chosen = config
     if not shape.is_append_stable:
         config = _without_kept_kv(config)
@@ -118,14 +117,23 @@ def has_transposed_values(config: EngineConfig, geometry: PageGeometry) -> bool:
     return in_fp8 and geometry.page_tokens % LANE_TOKENS == 0
 
 
-def check_card_reads_codes(shape: ModelConfig, config: EngineConfig, generation: int) -> None:
-    """Raise ConfigError if decoded blocks of keys do not fit a card of this major compute capability."""
+def choose_readable_precision(config: EngineConfig, model: LoadedModel, generation: int | None) -> ChosenPrecision:
+    """Choose a precision that the device reads; ConfigError if it cannot read codes that the settings name.
+
+    generation: the major compute capability of the card; None: the device is the CPU.
+    """
+    no_codes = None if generation is None else _why_no_codes(model.config, generation)
+    if no_codes is not None and config.kv_dtype in CODE_DTYPES:
+        raise ConfigError(f"kv_dtype: {no_codes}, got {config.kv_dtype!r}")
+    return choose_precision(config, model, no_codes)
+
+
+def _why_no_codes(shape: ModelConfig, generation: int) -> str | None:
+    """Return why a card cannot read K/V in codes: decoded blocks of keys do not fit it. None if it can."""
     widest = max(shape.qk_dim, shape.v_dim)
-    if generation < _WIDE_CODES_FROM and widest > _WIDE:
-        raise ConfigError(
-            f"kv_dtype: heads of {widest} values need 'model' on a card before compute capability "
-            f"{_WIDE_CODES_FROM}.0, got {config.kv_dtype!r}"
-        )
+    if generation >= _WIDE_CODES_FROM or widest <= _WIDE:
+        return None
+    return f"heads of {widest} values need 'model' on a card before compute capability {_WIDE_CODES_FROM}.0"
 
 
 def _without_kept_kv(config: EngineConfig) -> EngineConfig:

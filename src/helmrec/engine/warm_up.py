@@ -7,19 +7,23 @@ that were compiled before are loaded from the compilers' caches.
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 from pydantic import ByteSize
 
 from helmrec.clock import MonotonicClock
-from helmrec.config import EngineConfig, RelayConfig
+from helmrec.config import EngineConfig, FixedRowDtype, RelayConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.layout import NO_CONTEXT, NO_PAGES, NO_REQUESTS, LayoutShape, StepArrays, lay_out, place_of
+from helmrec.engine.row_values import compile_updates
 from helmrec.engine.setup import page_geometry
 from helmrec.engine.start_up import COMPILED
 from helmrec.kernels.attention_plan import AttentionPlan
 from helmrec.model.config import ModelConfig, TableConfig
+from helmrec.model.precision import ROUNDED
+from helmrec.model.shared_tables import row_codec
 from helmrec.model.weights import LoadedModel, random_dense
 from helmrec.types import IntArray, PrefillRequest, RankRequest
 
@@ -49,6 +53,9 @@ def compile_ahead(model: ModelConfig) -> int:
     ]
     for config in kinds:
         _use_scratch_engine(model, config)
+    forms: tuple[FixedRowDtype, ...] = ("model", *ROUNDED)
+    for form in forms:
+        compile_updates(model, row_codec(model, form))
     _compile_places()
     _compile_loops_of_graphs()
     return len(kinds)
@@ -58,6 +65,8 @@ def warm_up(engine: Engine) -> None:
     """Compile every host function that this engine may call while serving."""
     engine.start_up.begin("loops of the host", COMPILED)
     _use_scratch_engine(engine.model_config, engine.config)
+    # The rows of the scratch engine are float32, as they are.
+    compile_updates(engine.model_config, row_codec(engine.model_config, engine.config.host_row_dtype))
     _compile_places()
     engine.start_up.begin("first requests")
     for num_events in (2, 3, *[3] * (_CURVE_REQUESTS if engine.config.miss_curves else 1)):
@@ -69,9 +78,10 @@ def warm_up(engine: Engine) -> None:
 
 
 def made_up_request(model: ModelConfig, num_events: int) -> RankRequest:
-    """Return a valid request of the user with the largest id, of the first item alone."""
+    """Return a valid request of the user with the largest id, a minute after events of the first item."""
     first = np.zeros(num_events, np.int64)
-    return make_request(model, int(np.iinfo(np.int64).max), first, first[:1])
+    request = make_request(model, int(np.iinfo(np.int64).max), first, first[:1])
+    return replace(request, request_time=num_events * 60)
 
 
 def make_request(model: ModelConfig, user_id: int, items: IntArray, candidates: IntArray) -> RankRequest:

@@ -6,6 +6,7 @@ Knows frames and the life of a process, not what the process does.
 import asyncio
 import itertools
 import logging
+import math
 import os
 import signal
 import socket
@@ -26,8 +27,7 @@ from helmrec.serve.wire import FrameKind, pack_call, unpack_error, unpack_result
 
 log = logging.getLogger("helmrec.serve")
 _FIRST_PAUSE_S = 0.2  # before a restart; doubles with every start that fails
-_LONGEST_PAUSE_S = 30.0
-_MOST_FAILED_STARTS = 3  # if no start succeeded before, the port gives up
+_MOST_DOUBLINGS = 20  # of the pause: beyond the longest one
 _END_TIMEOUT_S = 30.0
 _EXIT_CODE_TIMEOUT_S = 0.5  # for the exit code, before pending calls fail
 _LOOK_EVERY_S = 1.0
@@ -41,6 +41,8 @@ class ChildProcess:
     kind: ClassVar[str]  # in logs and errors
     module: ClassVar[str]  # that the process runs
     hang_s = 60.0  # after which a process that does not answer is killed
+    longest_pause_s: ClassVar = 30.0  # before a restart
+    most_failed_starts: ClassVar[int | None] = 3  # if no start succeeded before, the port gives up; None: it never does
 
     def __init__(self, ring_bytes: int, environment: Mapping[str, str]) -> None:
         """`environment` is added to that of this process."""
@@ -170,13 +172,13 @@ class ChildProcess:
                 return
             was_ever_ready |= self._was_ready
             num_failed = 0 if self._was_ready else num_failed + 1
-            is_hopeless = num_failed >= _MOST_FAILED_STARTS and not was_ever_ready
+            is_hopeless = not was_ever_ready and num_failed >= (self.most_failed_starts or math.inf)
             self.health = Health.FAILED if is_hopeless else Health.RESTARTING
             log.error("the %s ended", self.kind, extra={"reason": self.reason, "gives_up": is_hopeless})
             if is_hopeless:
                 return
             self.num_restarts += 1
-            await self._pause(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**num_failed))
+            await self._pause(min(self.longest_pause_s, _FIRST_PAUSE_S * 2 ** min(num_failed, _MOST_DOUBLINGS)))
 
     async def _pause(self, seconds: float) -> None:
         """Sleep; return early if the port is closed."""

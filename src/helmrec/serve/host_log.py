@@ -14,6 +14,7 @@ from pydantic import ByteSize
 
 from helmrec.config import EngineConfig
 from helmrec.engine.intake import RowUpdate, prepare_rows
+from helmrec.engine.row_values import compile_updates
 from helmrec.engine.setup import row_log_of, tier_config
 from helmrec.model.folder import VERIFY_BYTES, check_file, read_manifest
 from helmrec.model.shared_tables import row_bytes_of
@@ -57,9 +58,10 @@ class HostLog:
         tier = tier_config(model, manifest.version, manifest.model, engine)
         tier.check()
         self._part_rows = max(1, _PART_BYTES // tier.row_bytes)
-        self._one_at_a_time = threading.Lock()
+        self._checking, self._one_at_a_time = asyncio.Lock(), threading.Lock()
         self._log = tier.make_log()
         self._log.replay(lambda rows, slots: None)
+        compile_updates(self._config, tier.codec)
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +70,8 @@ class HostLog:
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         """Append new rows and wait until they survive a loss of power. Engines do not have them yet."""
-        update = prepare_rows(self._config, table, ids, values)
+        async with self._checking:  # one by one, so that calls stay in order
+            update = await asyncio.to_thread(prepare_rows, self._config, table, ids, values)
         if update.rows.size:
             await asyncio.to_thread(self._append, update)
 

@@ -28,6 +28,8 @@ class JoinedPort(EngineCalls):
     """Sends requests to an engine that another front runs."""
 
     kind = "engine of another front"
+    longest_pause_s = 5.0
+    most_failed_starts = None  # the front that runs the engine may still make it work
 
     def __init__(self, path: str, ring_bytes: int, model: ModelConfig, max_history: int) -> None:
         super().__init__(ring_bytes, {}, model, max_history)

@@ -23,7 +23,7 @@ from helmrec.deltas.snapshot import newest_snapshot, read_start
 from helmrec.deltas.source import open_source
 from helmrec.engine.intake import prepare_rows
 from helmrec.engine.row_stream import RowStreamStats
-from helmrec.engine.row_values import stored
+from helmrec.engine.row_values import compile_updates, stored
 from helmrec.errors import EngineClosed, QueueFull
 from helmrec.model.folder import DENSE, read_manifest
 from helmrec.model.shared_tables import row_bytes_of, row_codec
@@ -80,6 +80,7 @@ class RowKeeper(ChildProcess):
         )
         self._limits = limits
         self.files = TableFiles.create(self.config, row_dtype)
+        self._codec = row_codec(self.config, row_dtype)
         self._swap: SwapModel | None = None
         self._name = secrets.token_hex(8)  # of the tables: a model may be loaded twice
         self._engines: dict[ProcessPort, socket.socket] = {}  # with the doors of their processes
@@ -88,7 +89,7 @@ class RowKeeper(ChildProcess):
         self._introductions: set[asyncio.Task[None]] = set()
         self._door: socket.socket | None = None
         self._their_door: socket.socket | None = None
-        self._one_at_a_time = asyncio.Lock()
+        self._converting, self._one_at_a_time = asyncio.Lock(), asyncio.Lock()
         self._row_stream: RowStreamStats | None = None
 
     # Engines.
@@ -160,9 +161,8 @@ class RowKeeper(ChildProcess):
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         """Write rows that all engines then see. If the keeper ends meanwhile, the next one writes them."""
-        update = prepare_rows(self.config, table, ids, values)
-        new = stored(update.values, row_codec(self.config, self._begin.row_dtype))
-        rows, packed = update.rows.tobytes(), row_bytes_of(new).tobytes()
+        async with self._converting:  # one by one, and so is the next lock taken: calls stay in order
+            rows, packed = await asyncio.to_thread(self._packed, table, ids, values)
         async with self._one_at_a_time:
             while True:
                 await self.until_ready()
@@ -170,6 +170,11 @@ class RowKeeper(ChildProcess):
                     return await self._call("write", None, rows=rows, values=packed)
                 except EngineClosed:
                     log.warning("the keeper ended during an update of rows, which is made again")
+
+    def _packed(self, table: str, ids: Ids, values: ArrayLike) -> tuple[bytes, bytes]:
+        """Check an update; return its rows, and their values as they are stored. Holds up no loop."""
+        update = prepare_rows(self.config, table, ids, values)
+        return update.rows.tobytes(), row_bytes_of(stored(update.values, self._codec)).tobytes()
 
     async def until_ready(self) -> None:
         """Wait until the tables are there; EngineClosed if they will not be."""
@@ -208,8 +213,11 @@ class RowKeeper(ChildProcess):
 
     async def _resume(self, link: Link) -> None:
         """Send a new keeper the list of all engines that read the tables, before it may write."""
-        self._names = {}
         try:
+            await asyncio.to_thread(compile_updates, self.config, self._codec)
+            if self._link is not link:
+                return  # that keeper has ended meanwhile
+            self._names = {}
             while missing := self._engines.keys() - set(self._names.values()):
                 await self._introduce(missing.pop(), link)
             await self._call_by(link, "follow", None)
