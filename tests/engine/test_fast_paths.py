@@ -1,5 +1,6 @@
 """What users of a card are told of the fast paths that an engine cannot take."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from helmrec.engine import fast_paths
 from helmrec.engine.fast_paths import other_slower_paths, slower_paths, why_portable
 from helmrec.engine.setup import has_transposed_values, page_geometry
 from helmrec.kernels.attention_plan import multiplies_codes
-from helmrec.kernels.kv_rounding import CODE_DTYPES
+from helmrec.kernels.kv_rounding import CODE_DTYPES, ScaledPages, by_layer
 from helmrec.memory.arena import Arena
 from helmrec.memory.geometry import PageGeometry
 from helmrec.model.config import ModelConfig
@@ -21,7 +22,7 @@ from helmrec.model.shared_tables import row_codec
 from tests.helpers import tiny_config
 
 AMPERE, HOPPER, BLACKWELL = 8, 9, 10
-IN_CODES = {"kv_dtype": "fp8_e4m3", "compute_dtype": "fp8_e4m3"}
+IN_CODES: dict[str, Any] = {"kv_dtype": "fp8_e4m3", "compute_dtype": "fp8_e4m3"}
 
 
 def on_card(**settings: Any) -> EngineConfig:
@@ -92,6 +93,23 @@ def test_attention_of_hopper_reads_the_pages_of_every_profile(
     assert (lines == ()) == (not reads_codes_slowly), lines
 
 
+class _ManyPages:
+    """Stands in for the codes of more pages than this machine has memory for."""
+
+    def __init__(self, codes: torch.Tensor, num_pages: int) -> None:
+        self._codes = codes
+        self.shape, self.dtype = (num_pages, *codes.shape[1:]), codes.dtype
+
+    def stride(self) -> tuple[int, ...]:
+        return self._codes.stride()
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
 def test_rows_of_pages_are_counted_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (HOPPER, 0))
@@ -99,32 +117,10 @@ def test_rows_of_pages_are_counted_in_32_bits(monkeypatch: pytest.MonkeyPatch) -
     geometry = page_geometry(shape, config)
     arena = small_arena(shape, config, geometry)
     q = torch.empty((1, shape.num_heads, shape.qk_dim), dtype=torch.bfloat16)
-    layers = [type(pages)(pages.codes[0], pages.exponents[0], pages.in_lane_order) for pages in (arena.k, arena.v)]
-    assert multiplies_codes(q, q, *layers, shape.dim)
     most = np.iinfo(np.int32).max // (geometry.page_bytes // geometry.page_tokens)
-    for num_pages, is_readable in ((most, True), (most + 1, False)):
-        wide = [
-            type(pages)(pages.codes[:1].expand(num_pages, -1, -1, -1), pages.exponents, pages.in_lane_order)
-            for pages in layers
-        ]
-        strides = [pages.codes.stride() for pages in layers]
-        for pages, stride in zip(wide, strides, strict=True):
-            object.__setattr__(pages, "codes", _Far(pages.codes, stride))
-        assert multiplies_codes(q, q, *wide, shape.dim) is is_readable
-
-
-class _Far:
-    """Codes with a shape and strides that would not fit this machine."""
-
-    def __init__(self, codes: torch.Tensor, stride: tuple[int, ...]) -> None:
-        self._codes, self._stride = codes, stride
-        self.shape, self.dtype = codes.shape, codes.dtype
-
-    def stride(self) -> tuple[int, ...]:
-        return self._stride
-
-    def data_ptr(self) -> int:
-        return 0
-
-    def numel(self) -> int:
-        return self._codes.numel()
+    for num_pages, is_readable in ((2, True), (most, True), (most + 1, False)):
+        k, v = next(by_layer(arena.k)), next(by_layer(arena.v))
+        for pages in (k, v):
+            assert isinstance(pages, ScaledPages)
+            object.__setattr__(pages, "codes", _ManyPages(pages.codes, num_pages))
+        assert multiplies_codes(q, q, k, v, shape.dim) is is_readable

@@ -17,6 +17,7 @@ from helmrec.clock import MonotonicClock
 from helmrec.config import EngineConfig, FixedRowDtype, RelayConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.layout import NO_CONTEXT, NO_PAGES, NO_REQUESTS, LayoutShape, StepArrays, lay_out, place_of
+from helmrec.engine.probe import EngineProbe
 from helmrec.engine.row_values import compile_updates
 from helmrec.engine.setup import page_geometry
 from helmrec.engine.start_up import COMPILED
@@ -72,6 +73,9 @@ def warm_up(engine: Engine) -> None:
     for num_events in (2, 3, *[3] * (_CURVE_REQUESTS if engine.config.miss_curves else 1)):
         # The same user with one more event: extending a prefix takes another code path than starting one.
         engine.rank([made_up_request(engine.model_config, num_events)])
+    if engine.config.audit_every:
+        probe = EngineProbe(engine)  # an audit takes other ways than steps do
+        probe.score_without_caches(probe.prepare(made_up_request(engine.model_config, 3)))
     engine.start_up.end()
     engine.reset_pauses()
     engine.drop_steps()  # slower than the steps of traffic
