@@ -127,3 +127,26 @@ def test_a_keeper_is_ready_once_updates_are_compiled(keeper: ReadyKeeper, monkey
     asyncio.run(keeper._resume(link))
     assert found == [("int8", Health.STARTING, False)]
     assert keeper.health is Health.READY
+
+
+def test_an_engine_that_comes_while_a_keeper_begins_to_follow_gets_its_tables(
+    keeper: ReadyKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, engine = object(), object()
+    introduced: list[object] = []
+
+    async def call(to: object, name: str, kind: object) -> None:
+        assert name == "follow"
+        keeper.enter(engine, None)  # type: ignore[arg-type]
+
+    async def introduce(given: Any, to: object) -> None:
+        introduced.append(given)
+        keeper._names["engine 0"] = given
+
+    monkeypatch.setattr(row_keeper, "compile_updates", lambda *_: None)
+    monkeypatch.setattr(keeper, "_call_by", call)
+    monkeypatch.setattr(keeper, "_introduce", introduce)
+    keeper._link = link  # type: ignore[assignment]
+    asyncio.run(keeper._resume(link))  # type: ignore[arg-type]
+    assert introduced == [engine]
+    assert keeper.health is Health.READY

@@ -113,6 +113,11 @@ class RowKeeper(ChildProcess):
         except EngineClosed:
             log.debug("a keeper ended while an engine attached")  # the next one gets the list of all engines
 
+    async def _introduce_all(self, link: Link) -> None:
+        """Connect all engines that this keeper does not know."""
+        while missing := self._engines.keys() - set(self._names.values()):
+            await self._introduce(missing.pop(), link)
+
     async def _introduce(self, engine: ProcessPort, link: Link) -> None:
         """Connect an engine and the keeper. The keeper knows it before it can read a row."""
         name, door = f"{engine.kind} {next(self._numbers)}", self._engines[engine]
@@ -218,9 +223,9 @@ class RowKeeper(ChildProcess):
             if self._link is not link:
                 return  # that keeper has ended meanwhile
             self._names = {}
-            while missing := self._engines.keys() - set(self._names.values()):
-                await self._introduce(missing.pop(), link)
+            await self._introduce_all(link)
             await self._call_by(link, "follow", None)
+            await self._introduce_all(link)  # those that came meanwhile: from here on `enter` introduces them
         except EngineClosed:
             return  # the supervisor logs why
         except Exception as error:
