@@ -38,13 +38,13 @@ def test_the_reason_is_the_first_condition_that_fails() -> None:
     shape = profile("dlrmv3", 1_000)
     assert reason(shape, AMPERE) == "the fast one is for compute capability 9, this card has 8"
     assert reason(shape, BLACKWELL).endswith("this card has 10")
-    assert reason(shape, kv_dtype="int8") == "it alone reads K/V of kv_dtype int8"
-    assert reason(shape, kv_dtype="fp8_e4m3").endswith("kv_dtype fp8_e4m3 with compute_dtype model")
+    assert reason(shape, kv_dtype="int8") == "the fast one cannot read kv_dtype int8"
+    assert reason(shape, kv_dtype="fp8_e4m3").endswith("kv_dtype fp8_e4m3 only with compute_dtype fp8_e4m3")
     assert reason(profile("paper", 1_000)).endswith("heads of 64, 128 or 256 values, this model has 64 and 192")
     assert reason(tiny_config()).endswith("needs bfloat16 or float16, this model has float32")
     half = shape.model_copy(update={"dtype": "float16"})
     assert reason(half, **IN_CODES).endswith("needs bfloat16, this model has float16")
-    assert reason(shape.model_copy(update={"dim": 200}), **IN_CODES).endswith("a dim of whole 16, got 200")
+    assert reason(shape.model_copy(update={"dim": 200}), **IN_CODES).endswith("a dim that is a multiple of 16, got 200")
     assert reason(shape, page_tokens=48).endswith("cannot read pages of 48 tokens in a pool of this size")
 
 
@@ -52,8 +52,14 @@ def test_pages_that_end_within_a_key_are_a_reason() -> None:
     odd = tiny_config(dtype="bfloat16", num_heads=3, qk_dim=64, v_dim=64, row_dim=104, num_layers=1)
     config = on_card(row_dtype="int8", page_tokens=16)
     geometry = page_geometry(odd, config)
-    assert not geometry.has_whole_lines
-    assert reason(odd, row_dtype="int8", page_tokens=16) == "a page of 16 tokens is no whole number of keys long"
+    assert not geometry.is_tma_aligned
+    assert reason(odd, row_dtype="int8", page_tokens=16) == "the size of a page of 16 tokens is no multiple of a key's"
+
+
+def test_an_engine_with_plain_kernels_needs_no_triton_to_report() -> None:
+    shape, config = profile("dlrmv3", 1_000), on_card(kernels="torch")
+    geometry = page_geometry(shape, config)
+    assert slower_paths(shape, config, geometry, small_arena(shape, config, geometry)) == ()
 
 
 def test_settings_that_are_slower_everywhere_are_named() -> None:

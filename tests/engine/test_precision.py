@@ -111,7 +111,7 @@ def test_a_card_can_copy_keys_out_of_pages_in_every_precision(
 ) -> None:
     config = EngineConfig(device="cuda", page_tokens=page_tokens, **precision._asdict())
     geometry = setup.page_geometry(profile(name, 1_000), config)
-    assert geometry.has_whole_lines
+    assert geometry.is_tma_aligned
     assert geometry.kv_waste < 0.05
 
 

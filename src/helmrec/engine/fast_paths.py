@@ -1,4 +1,4 @@
-"""Which fast paths of a card an engine takes, and what its user is told of those that it cannot take."""
+"""Reports the fast paths of a card that an engine cannot take, and the reason for each."""
 
 import torch
 
@@ -10,13 +10,13 @@ from helmrec.memory.geometry import PageGeometry
 from helmrec.model.config import ModelConfig
 
 _HEADS = (64, 128, 256)  # values of a head that Hopper's kernels are written for
-_UNIT = 16  # the copy engine reads multiples of it
+_UNIT = 16  # bytes; the copy engine (TMA) reads multiples of it
 DEVICE = "cuda"
 
 
 def slower_paths(shape: ModelConfig, config: EngineConfig, geometry: PageGeometry, arena: Arena) -> tuple[str, ...]:
-    """Return a line for each fast path that an engine on this card does not take."""
-    if config.device != "cuda":
+    """Return a line for each fast path that an engine on this card does not take; none if plain kernels are set."""
+    if config.device != "cuda" or config.kernels == "torch":
         return ()
     generation = torch.cuda.get_device_capability(arena.rows.device)[0]
     layers = zip(by_layer(arena.k), by_layer(arena.v), strict=True)
@@ -27,7 +27,7 @@ def slower_paths(shape: ModelConfig, config: EngineConfig, geometry: PageGeometr
 
 
 def _is_read_fast(shape: ModelConfig, config: EngineConfig, k_pages: Pages, v_pages: Pages) -> bool:
-    """Whether attention of Hopper reads these pages of a layer: what the layers themselves ask at every step."""
+    """Whether Hopper's attention can read these pages of a layer, by the conditions that the layers test."""
     if shape.attention_bias is not None or shape.attention_window is not None:
         return False
     dtype = getattr(torch, shape.dtype)
@@ -46,10 +46,10 @@ def why_portable(shape: ModelConfig, config: EngineConfig, geometry: PageGeometr
     reasons = (
         (shape.attention_bias is not None, "this model has an attention bias"),
         (shape.attention_window is not None, "this model has local attention (max_attn_len)"),
-        (config.kv_dtype == "int8", "it alone reads K/V of kv_dtype int8"),
+        (config.kv_dtype == "int8", "the fast one cannot read kv_dtype int8"),
         (
             config.kv_dtype == "fp8_e4m3" and not _in_codes(config),
-            "it alone reads K/V of kv_dtype fp8_e4m3 with compute_dtype model",
+            "the fast one reads kv_dtype fp8_e4m3 only with compute_dtype fp8_e4m3",
         ),
         (generation != HOPPER, f"the fast one is for compute capability {HOPPER}, this card has {generation}"),
         (shape.dtype not in types, f"the fast one needs {' or '.join(types)}, this model has {shape.dtype}"),
@@ -57,8 +57,11 @@ def why_portable(shape: ModelConfig, config: EngineConfig, geometry: PageGeometr
             shape.qk_dim != shape.v_dim or shape.qk_dim not in _HEADS,
             f"the fast one needs equal heads of 64, 128 or 256 values, this model has {heads}",
         ),
-        (_in_codes(config) and shape.dim % _UNIT > 0, f"the fast one needs a dim of whole {_UNIT}, got {shape.dim}"),
-        (not geometry.has_whole_lines, f"a page of {geometry.page_tokens} tokens is no whole number of keys long"),
+        (
+            _in_codes(config) and shape.dim % _UNIT > 0,
+            f"the fast one needs a dim that is a multiple of {_UNIT}, got {shape.dim}",
+        ),
+        (not geometry.is_tma_aligned, f"the size of a page of {geometry.page_tokens} tokens is no multiple of a key's"),
     )
     fallback = f"the fast one cannot read pages of {geometry.page_tokens} tokens in a pool of this size"
     return next((text for is_given, text in reasons if is_given), fallback)

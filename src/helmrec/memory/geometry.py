@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 _ALIGN_ROW = 16
 _ALIGN_PAGE = 256
-_MOST_PADDING = 0.05  # of a KV page, for pages that a card's copy engine can read
+_MOST_PADDING = 0.05  # share of a KV page, to align it for TMA
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,19 @@ class PageGeometry:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page: a whole number of rows and, if that takes little padding, of a copy engine's lines too."""
+        """Bytes of a page: a multiple of a row's and, if that takes little padding, of a TMA row's."""
         kv_bytes, rows = self.page_tokens * self.token_bytes, math.lcm(self.row_stride, _ALIGN_PAGE)
-        of_whole_lines = _round_up(kv_bytes, math.lcm(rows, self._line_bytes))
-        return of_whole_lines if of_whole_lines <= (1 + _MOST_PADDING) * kv_bytes else _round_up(kv_bytes, rows)
+        aligned = _round_up(kv_bytes, math.lcm(rows, self._tma_row_bytes))
+        return aligned if aligned <= (1 + _MOST_PADDING) * kv_bytes else _round_up(kv_bytes, rows)
 
     @property
-    def has_whole_lines(self) -> bool:
-        """Whether a card's copy engine can read pages: they lie a whole number of its lines apart."""
-        return self.page_bytes % self._line_bytes == 0
+    def is_tma_aligned(self) -> bool:
+        """Whether a card's copy engine (TMA) can read pages: their size must be a multiple of its row's."""
+        return self.page_bytes % self._tma_row_bytes == 0
 
     @property
-    def _line_bytes(self) -> int:
-        """Bytes of a key of one layer and, of codes, also of one value of all tokens of a page, side by side."""
+    def _tma_row_bytes(self) -> int:
+        """Bytes of a TMA row: the key of a token in one layer; of codes also one value of all tokens of a page."""
         key = self.num_heads * self.qk_dim * self.kv_itemsize
         return math.lcm(key, self.page_tokens) if self.kv_scale_bytes else key
 

@@ -87,7 +87,7 @@ class FrontPort(JoinedPort):
 
 
 class Front:
-    """One front in its own process: it makes requests when it is told to, and sends one for each query."""
+    """Makes requests ahead, then sends one to the engine for each query; runs in a process of its own."""
 
     def __init__(self, pipe: Connection, port: FrontPort, crowd: Crowd, number: int) -> None:
         self._pipe, self._port, self._number = pipe, port, number
