@@ -16,7 +16,7 @@ from helmrec.kernels.work_list import FIELDS, Lengths, Tiling, max_items, put_wo
 from helmrec.types import AttentionWindow
 
 HOPPER = 9  # major compute capability
-BLOCK_OF_CODES = 128  # keys of the largest block of codes
+BLOCK_OF_CODES = 128  # keys of a block of codes
 _MOST_ROWS = 2**31 - 1
 MAX_PARTS = 96  # parts of split tiles at a time; bounds the workspace to 25 MB at 4 heads of 128
 
@@ -48,8 +48,8 @@ def launch_shape(qk: int, v: int, dtype: torch.dtype, page_tokens: int, scores: 
     if dtype == torch.float32:  # needs twice the shared memory, and is not tuned
         return LaunchShape(32, 32, 4, 1)
     widest, num_stages = (128, 3) if padded(max(qk, v)) <= 128 else (64, 2)
-    if scores == "biased":
-        widest = 64
+    if scores != "plain":
+        widest = BLOCK_OF_CODES if scores == "codes" else 64
     block_n = next((size for size in (128, 64, 32, 16) if size <= widest and page_tokens % size == 0), widest)
     return LaunchShape(128, block_n, 8, num_stages)
 
