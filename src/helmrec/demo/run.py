@@ -138,10 +138,11 @@ def _on_this_machine(trials: list[SplitTrial], sides: list[Side]) -> str:
     best = min(constants, key=lambda side: side.mean_ms)
     change, cpu_change = ours.mean_ms / best.mean_ms - 1, ours.cpu_ms / best.cpu_ms - 1 if best.cpu_ms else 0.0
     is_better = change <= -_EFFECT and cpu_change <= 0
+    found = "better" if is_better else "not shown to be better" if change <= -_EFFECT else "not better"
     figures = ", ".join(f"{side.name} {side.mean_ms:.1f} ms" for side in sides)
     text = (
-        f"On this machine {ours.name} is {'' if is_better else 'not '}better than the best constant split: mean "
-        f"latency {change:+.1%}, processor time {cpu_change:+.1%} (mean latency of {figures})"
+        f"On this machine {ours.name} is {found} than the best constant split: mean latency {change:+.1%}, "
+        f"processor time {cpu_change:+.1%} (mean latency of {figures})"
     )
     return f"{text}." if is_better else f"{text}, because {_reason(trials, best, ours)}."
 
@@ -152,14 +153,14 @@ def _reason(trials: list[SplitTrial], best: Side, ours: Side) -> str:
     alpha = best.stats.pool.alpha
     if all(abs(sample.alpha - alpha) <= _SAME_ALPHA for sample in ours.samples):
         return f"it stayed at that split, {alpha:.2f}: what differs is other load on the machine"
+    if ours.mean_ms <= (1 - _EFFECT) * best.mean_ms:
+        return "its server did not work less, so the lower latency is likely an effect of other load on the machine"
     if worst_of / best_of - 1 < _MATTERS:
         return (
             f"the split hardly matters here: the worst of {len(trials)} constant splits takes only "
             f"{worst_of / best_of - 1:.0%} more processor time than the best, since a row that misses the pool comes "
             "from the system's page cache and costs about as much as a hit"
         )
-    if ours.mean_ms <= (1 - _EFFECT) * best.mean_ms:
-        return "its server did not work less, so the lower latency is likely an effect of other load on the machine"
     return (
         f"the best constant split was chosen beforehand on this very traffic, while {ours.name} starts at "
         f"{UNTUNED_ALPHA:g} and looks for the split as it serves"
