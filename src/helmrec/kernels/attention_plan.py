@@ -16,7 +16,7 @@ from helmrec.kernels.work_list import FIELDS, Lengths, Tiling, max_items, put_wo
 from helmrec.types import AttentionWindow
 
 HOPPER = 9  # major compute capability
-BLOCK_OF_CODES = 128  # keys of a block of codes
+_CODED_PAGE = 128  # a coded page holds a multiple of so many tokens, or half or a quarter of it
 _MOST_ROWS = 2**31 - 1
 MAX_PARTS = 96  # parts of split tiles at a time; bounds the workspace to 25 MB at 4 heads of 128
 
@@ -48,8 +48,8 @@ def launch_shape(qk: int, v: int, dtype: torch.dtype, page_tokens: int, scores: 
     if dtype == torch.float32:  # needs twice the shared memory, and is not tuned
         return LaunchShape(32, 32, 4, 1)
     widest, num_stages = (128, 3) if padded(max(qk, v)) <= 128 else (64, 2)
-    if scores != "plain":
-        widest = BLOCK_OF_CODES if scores == "codes" else 64
+    if scores == "biased":
+        widest = 64
     block_n = next((size for size in (128, 64, 32, 16) if size <= widest and page_tokens % size == 0), widest)
     return LaunchShape(128, block_n, 8, num_stages)
 
@@ -122,7 +122,7 @@ def multiplies_codes(q: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, depth
     if not (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == HOPPER and dim in {64, 128, 256}):
         return False
     is_fp8 = q.dtype == torch.bfloat16 and k_pages.dtype == v_pages.dtype == torch.float8_e4m3fn and depth % 16 == 0
-    whole_blocks = page_tokens in {32, 64} or page_tokens % BLOCK_OF_CODES == 0
+    whole_blocks = page_tokens in {_CODED_PAGE // 4, _CODED_PAGE // 2} or page_tokens % _CODED_PAGE == 0
     return is_fp8 and v.shape[2] == dim and whole_blocks and q.numel() > 0 and _are_readable(k_pages, v_pages)
 
 

@@ -35,6 +35,7 @@ BUS_ALONE = Launch(16, 64 << 10, 8)
 BESIDE_COMPUTE = Launch(8, 64 << 10, 8)
 _VECTOR = 16  # bytes of the widest load
 _PER_MULTIPROCESSOR = 2
+_MOST_ROWS = 2048  # of a program at once: more of tiny rows take long to compile
 _WORDS = (torch.int32, torch.int16, torch.uint8)
 
 # One argument a line would bury the kernels.
@@ -91,8 +92,7 @@ def gather_rows(
     num_entries, width = sources.numel(), out.shape[1]
     if not num_entries:
         return
-    padded = triton.next_power_of_2(width)
-    rows = max(1, launch.tile_bytes // (padded * out.element_size()))
+    rows = rows_of_tile(launch, width * out.element_size())
     _gather_kernel[(num_programs(num_entries, rows, launch, out.device),)](
         arena_rows,
         master,
@@ -105,7 +105,7 @@ def gather_rows(
         MASTER_STRIDE=master.stride(0),
         OUT_STRIDE=out.stride(0),
         WIDTH=width,
-        PADDED=padded,
+        PADDED=triton.next_power_of_2(width),
         ROWS=rows,
         ALIGN=math.gcd(_VECTOR, *(part for t in (arena_rows, master) for part in (t.data_ptr(), _row_stride(t)))),
         SKIPPED=SKIP,
@@ -113,6 +113,11 @@ def gather_rows(
         HAS_COUNT=count is not None,
         num_warps=launch.num_warps,
     )
+
+
+def rows_of_tile(launch: Launch, row_bytes: int) -> int:
+    """Return how many rows a program reads at once: a power of two, with a tile's bytes unless rows are tiny."""
+    return min(_MOST_ROWS, triton.next_power_of_2(triton.cdiv(launch.tile_bytes, row_bytes)))
 
 
 def num_programs(num_entries: int, rows_at_once: int, launch: Launch, device: torch.device) -> int:

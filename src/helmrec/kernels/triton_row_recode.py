@@ -26,7 +26,7 @@ from helmrec.kernels.triton_rounding import (
 from helmrec.kernels.triton_row_gather import ALONE, BESIDE_COMPUTE, Launch, num_programs
 from helmrec.kernels.triton_row_index import slots_of
 
-_WIDE_BYTES = 4  # of a value while it is rounded
+_MORE_WARPS = 2  # than a launch has, since a program reads nothing while it rounds values
 _AS_THEY_ARE, _NAN_EXPONENT = tl.constexpr(AS_THEY_ARE), tl.constexpr(NAN_EXPONENT)
 
 # One argument a line would bury the kernels.
@@ -143,7 +143,7 @@ def gather_rows(
         HAS_COUNT=count is not None,
         SOURCE=format_of(recoding.source.code),
         TARGET=format_of(recoding.target.code),
-        num_warps=launch.num_warps,
+        num_warps=_MORE_WARPS * launch.num_warps,
     )
 
 
@@ -183,11 +183,11 @@ def write_rows(
         BUCKETS=targets.index.num_buckets,
         SOURCE=format_of(recoding.source.code),
         TARGET=format_of(recoding.target.code),
-        num_warps=launch.num_warps,
+        num_warps=_MORE_WARPS * launch.num_warps,
     )
 
 
 def _tile(recoding: Recoding, launch: Launch) -> tuple[int, int]:
-    """Return columns and rows of a tile."""
+    """Return columns and rows of a tile, which has as many values as the launch's has bytes."""
     padded = triton.next_power_of_2(recoding.source.dim)
-    return padded, max(1, launch.tile_bytes // (_WIDE_BYTES * padded))
+    return padded, max(1, launch.tile_bytes // padded)

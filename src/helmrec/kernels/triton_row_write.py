@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from helmrec.kernels.row_write import RowTargets
-from helmrec.kernels.triton_row_gather import BESIDE_COMPUTE, Launch, as_words, num_programs
+from helmrec.kernels.triton_row_gather import BESIDE_COMPUTE, Launch, as_words, num_programs, rows_of_tile
 from helmrec.kernels.triton_row_index import slots_of
 
 # One argument a line would bury the kernel.
@@ -56,8 +56,7 @@ def write_rows(
     master = targets.arena_rows if targets.master is None else targets.master
     values, arena_rows, master = as_words(values, targets.arena_rows, master)
     width = values.shape[1]
-    padded = triton.next_power_of_2(width)
-    rows_at_once = max(1, launch.tile_bytes // (padded * values.element_size()))
+    rows_at_once = rows_of_tile(launch, width * values.element_size())
     _write_kernel[(num_programs(num, rows_at_once, launch, values.device),)](
         values,
         rows,
@@ -70,7 +69,7 @@ def write_rows(
         ARENA_STRIDE=arena_rows.stride(0),
         MASTER_STRIDE=master.stride(0),
         WIDTH=width,
-        PADDED=padded,
+        PADDED=triton.next_power_of_2(width),
         ROWS=rows_at_once,
         HAS_MASTER=targets.master is not None,
         BUCKETS=targets.index.num_buckets,

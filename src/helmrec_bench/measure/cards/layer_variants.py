@@ -147,7 +147,6 @@ VARIANTS = {
     "bf16": Variant(FULL_PRECISION),
     "fp8-products": Variant(LOW_PRECISIONS["fp8-products"]),
     "fp8-layers": Variant(_LAYERS),
-    "blocks of 64": Variant(_LAYERS, ((f"{_KERNELS}.attention_plan.BLOCK_OF_CODES", 64),)),
     "small tiles": Variant(_LAYERS, ((_TILES, {128: (64, 128, 4, 4, 128), 256: (64, 128, 4, 2, None)}),)),
     "few warps": Variant(_LAYERS, ((_TILES, {128: (128, 128, 4, 3, None), 256: (128, 64, 8, 3, None)}),)),
 }
