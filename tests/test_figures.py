@@ -74,6 +74,21 @@ def split_costs(rows_per_token: int) -> dict[float, dict[float, float]]:
     return found
 
 
+def costs_of(precision: str, rows_per_token: int) -> dict[float, dict[float, float]]:
+    """Requests/s by share of hot users and alpha in one precision."""
+    found: dict[float, dict[float, float]] = {}
+    for cell in read("gpu-tradeoff-precision-h200.json")[f"{precision}, {rows_per_token} rows"]:
+        found.setdefault(cell["hot_share"], {})[cell["alpha"]] = cell["requests_per_s"]
+    return found
+
+
+def gains_of_eight_bits() -> list[float]:
+    """Least and most that the best split in eight bits serves over the best one in bfloat16."""
+    model, low = ([by for rows in (6, 24) for by in costs_of(one, rows).values()] for one in ("model", "fp8-all"))
+    gains = [max(theirs.values()) / max(ours.values()) for ours, theirs in zip(model, low, strict=True)]
+    return [min(gains), max(gains)]
+
+
 def loss(by_alpha: dict[float, float], alpha: float) -> float:
     """Percent of the best split's requests/s that this one loses."""
     return 100 * (1 - by_alpha[alpha] / max(by_alpha.values()))
@@ -287,6 +302,17 @@ DERIVED: tuple[Derived, ...] = (
     Derived(_TRADE_OFF, "-6 to +7%", lambda: _ends(tier_changes((6, 24), (0.1, 0.6)))),
     Derived(_TRADE_OFF, "-18 to +10%", lambda: _ends(tier_changes((1, 6, 24), (0.7, 0.9)))),
     Derived(_TRADE_OFF, "2% more requests/s on average, -3 to +7%", tier_rule_changes),
+    Derived(_TRADE_OFF, "1.22 to 1.37 times", gains_of_eight_bits),
+    Derived(
+        _TRADE_OFF,
+        "costs 27, 22 and 34%",
+        lambda: [max(loss(by, alpha) for alpha in by) for _, by in sorted(costs_of("fp8-all", 24).items())],
+    ),
+    Derived(
+        _TRADE_OFF,
+        "loses 1% where it loses 31%",
+        lambda: [loss(costs_of(one, 6)[0.85], 0.5) for one in ("fp8-all", "model")],
+    ),
     Derived(_CONTROLLER, "is 0.8% below the best constant", live_below_best),
     Derived("README.md", "0.8% below the best constant", live_below_best),
     Derived(_CONTROLLER, "never more than 0.2% above", lambda: [over_untuned()]),

@@ -2,7 +2,8 @@
 
 Checks the gather on the card, then times it with every row missing (over the bus, from a 16 GiB locked table), alone
 and beside dense compute on a high-priority stream, and with every row resident. Rows are read as they come, in order of
-address after a full sort, and as the engine reads them: each once, bucket by bucket of addresses.
+address after a full sort, and as the engine reads them: each once, bucket by bucket of addresses. In that order they
+are also read in eight bits: from a table that holds them so, and rounded as they are read.
 """
 
 import itertools
@@ -11,12 +12,15 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from helmrec.kernels import triton_row_recode
+from helmrec.kernels.row_codec import Recoding, RowCodec
 from helmrec.kernels.row_lookup import Lookup
 from helmrec.kernels.row_table import Admission, RowTable
 from helmrec.kernels.triton_row_gather import ALONE, BESIDE_COMPUTE, BUS_ALONE, Launch, gather_rows
@@ -54,7 +58,9 @@ def in_order(arena: Tensor, master: Tensor, sources: Tensor, out: Tensor, launch
 class ByBucket:
     """As the engine reads rows that it misses: found in an empty table, each once, in buckets of addresses."""
 
-    def __init__(self) -> None:
+    def __init__(self, gather: Callable[..., None] = gather_rows) -> None:
+        """gather: of missed rows."""
+        self._gather = gather
         self._made: dict[tuple[int, int], tuple[RowTable, Lookup]] = {}
 
     def __call__(self, arena: Tensor, master: Tensor, sources: Tensor, out: Tensor, launch: Launch) -> None:
@@ -65,11 +71,13 @@ class ByBucket:
         table, lookup = self._made[size]
         missed, repeats = lookup.missed, lookup.repeats
         find(table, ~sources, lookup, is_lru=True)
-        gather_rows(arena, master, missed.sources, out, places=missed.places, count=missed.count, launch=launch)
+        self._gather(arena, master, missed.sources, out, places=missed.places, count=missed.count, launch=launch)
         gather_rows(out, out, repeats.sources, out, places=repeats.places, count=repeats.count)
 
 
 by_bucket = ByBucket()
+ROUNDING = Recoding(*(RowCodec(512, torch.bfloat16, code) for code in (None, "fp8_e4m3")))
+rounded = ByBucket(partial(triton_row_recode.gather_rows, recoding=ROUNDING))
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class ReadWay:
     launch: Launch
 
     def describe(self) -> dict[str, Any]:
-        orders: dict[Any, str] = {in_order: "address", by_bucket: "buckets of addresses"}
+        orders: dict[Any, str] = {in_order: "address", **dict.fromkeys((by_bucket, rounded), "buckets of addresses")}
         programs = self.launch.programs or "full grid"
         return {"order": orders.get(self.gather, "as they come"), "programs": programs, "tile": self.launch.tile_bytes}
 
@@ -98,16 +106,30 @@ class ReadWork:
 
     def capture(self, way: ReadWay) -> torch.cuda.CUDAGraph:
         """All sets in one graph, each checked first."""
-        columns = torch.arange(self._out.shape[1], device="cuda")
         for rows, sources in zip(self._drawn, self._sources, strict=True):
             self._out.fill_(-1)
             way.gather(self._arena, self._master, sources, self._out, way.launch)
-            assert torch.equal(self._out, rows.long()[:, None] * len(columns) + columns), "a row is not its own"
+            assert torch.equal(self._out, self._expected(rows)), "a row is not its own"
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for sources in self._sources:
                 way.gather(self._arena, self._master, sources, self._out, way.launch)
         return graph
+
+    def _expected(self, rows: Tensor) -> Tensor:
+        columns = torch.arange(self._out.shape[1], device="cuda")
+        return rows.long()[:, None] * len(columns) + columns
+
+
+class RoundedWork(ReadWork):
+    """Rows of the master that are rounded to eight bits as they are read."""
+
+    def __init__(self, master: Tensor, num: int) -> None:
+        super().__init__(master, master.view(ROUNDING.source.dtype), num, hits=False)
+        self._out = torch.zeros((num, ROUNDING.target.width), dtype=torch.uint8, device="cuda")
+
+    def _expected(self, rows: Tensor) -> Tensor:
+        return ROUNDING.source.recode(self._master[rows.long().cpu()], ROUNDING.target).cuda()
 
 
 def numbered(data: Tensor) -> Tensor:
@@ -223,6 +245,18 @@ def measure(words: Tensor, arena: Tensor) -> Iterator[dict[str, Any]]:
             yield {**describe("miss alone", row_bytes, way), **measure_alone(misses, way)}
         for compute, way in itertools.product(computes, [ordered[1], *beside]):
             yield {**describe("miss beside compute", row_bytes, way), **measure_beside(misses, way, compute)}
+    coded = ROUNDING.target.stride
+    records = words[: len(words) // coded * coded].view(-1, coded // 8)
+    forms: dict[str, tuple[ReadWork, Gather]] = {
+        "miss of a row in eight bits": (ReadWork(records, records, READ_BYTES // 1024, hits=False), by_bucket),
+        "miss that is rounded": (RoundedWork(words.view(-1, 128), READ_BYTES // 1024), rounded),
+    }
+    for name, (work, gather) in forms.items():
+        row_bytes = coded if gather is by_bucket else 1024
+        yield {**describe(f"{name}, alone", row_bytes, way := ReadWay(gather, BUS_ALONE)), **measure_alone(work, way)}
+        for compute in computes:
+            way = ReadWay(gather, BESIDE_COMPUTE)
+            yield {**describe(f"{name}, beside compute", row_bytes, way), **measure_beside(work, way, compute)}
 
 
 def huge_bytes() -> int:

@@ -8,6 +8,7 @@ call before stopped, if the commit is the same.
 
     helmrec bench run trade-off            # on a card; writes docs/measurements/gpu-tradeoff-h200.json
     helmrec bench run trade-off --plot     # draws docs/images/trade-off-h200.png from that file
+    helmrec bench run trade-off --plot --precisions model fp8-all    # docs/images/trade-off-precision-h200.png
     helmrec bench run trade-off --precisions model fp8-all --rows 24 6 --alphas 0.1 0.3 0.5 0.7 0.9 --tier off
     helmrec bench run trade-off --quick --precisions model fp8-all --rows 6 --alphas 0.3    # anywhere: does it work
 """
@@ -38,7 +39,7 @@ from helmrec_bench.measure.cards.traffic import (
 from helmrec_bench.measure.requests import Crowd
 from helmrec_bench.report.files import markdown_table, picture
 
-PLOT = Path("docs/images/trade-off-h200.png")
+PLOT, PRECISION_PLOT = (Path(f"docs/images/trade-off-{name}h200.png") for name in ("", "precision-"))
 ALPHAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
 HOT_SHARES = (0.35, 0.6, 0.85)
 ROWS_PER_TOKEN = (1, 6, 24)
@@ -184,6 +185,27 @@ def plot(path: Path) -> None:
         axes[0][0].legend(fontsize=7)
 
 
+def plot_precisions(path: Path) -> None:
+    """Requests/s over alpha in each precision that was measured; a ring marks the best alpha of each line."""
+    parts = {name: cells for name, cells in json.loads(path.read_text()).items() if name.endswith(" rows")}
+    cells = [{**cell, "precision": name.split(",")[0]} for name, of_name in parts.items() for cell in of_name]
+    numbers = sorted({cell["rows_per_token"] for cell in cells})
+    with picture(PRECISION_PLOT, (12, 3.4 * len(numbers))) as figure:
+        axes = figure.subplots(len(numbers), len(HOT_SHARES), sharex=True, sharey="row", squeeze=False)
+        for (i, rows), (j, share) in itertools.product(enumerate(numbers), enumerate(HOT_SHARES)):
+            own = [cell for cell in cells if (cell["rows_per_token"], cell["hot_share"]) == (rows, share)]
+            for precision in dict.fromkeys(cell["precision"] for cell in own):
+                line = {cell["alpha"]: cell["requests_per_s"] for cell in own if cell["precision"] == precision}
+                label = "the model's bfloat16" if precision == "model" else precision
+                [drawn] = axes[i][j].plot(line.keys(), line.values(), "o-", label=label, markersize=4)
+                best = max(line, key=line.__getitem__)
+                axes[i][j].plot(best, line[best], "o", mfc="none", color=drawn.get_color(), markersize=11)
+            axes[i][j].set(title=f"{rows} rows a token, {share:.0%} hot", xlabel="alpha", ylabel="requests/s")
+        for row in axes:
+            row[0].set_ylim(bottom=0)
+        axes[0][0].legend(fontsize=8)
+
+
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="*", choices=ROWS_PER_TOKEN, default=[24, 6, 1])
     parser.add_argument("--hot", type=float, nargs="*", choices=HOT_SHARES, default=HOT_SHARES)
@@ -201,7 +223,7 @@ def default_out(flags: Namespace) -> str | None:
 
 def main(flags: Namespace) -> None:
     if flags.plot:
-        return plot(flags.out)
+        return plot_precisions(flags.out) if flags.precisions else plot(flags.out)
     deadline_s, plan = time.perf_counter() + flags.limit_s, QUICK if flags.quick else FULL
     tiers = {"on": [True], "off": [False], "both": [False, True]}[flags.tier]
     if flags.precisions:
