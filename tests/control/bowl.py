@@ -47,7 +47,8 @@ class Bowl:
 
     def window(self, alpha: float, start_s: float = 0.0, rng: np.random.Generator | None = None) -> WindowStats:
         """One second at this split."""
-        blur = 1 + self.noise * (rng.standard_normal(3) if rng is not None else np.zeros(3))
+        drawn = rng.standard_normal(3) if rng is not None else np.zeros(3)
+        blur: list[float] = (1 + self.noise * drawn).tolist()  # plain numbers, as an engine gives them
         computed, missed = self.computed(alpha) * blur[0], self.missed(alpha) * blur[1]
         traffic = Traffic(
             start_s=start_s,
@@ -83,7 +84,7 @@ class Bowl:
             missed_rows_per_request=missed,
             curves=self.curves(),
         )
-        mean_ms = self.latency_ms(alpha) * float(blur[2])
+        mean_ms = self.latency_ms(alpha) * blur[2]
         measured = replace(traffic, mean_ms=mean_ms, p50_ms=mean_ms, p99_ms=2 * mean_ms)
         return replace(stats, traffic=measured)
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -66,6 +67,18 @@ def test_it_never_leaves_what_the_pool_allows() -> None:
     for second in range(20):
         move = helm.decide(replace(served.window(0.4, float(second)), alpha_min=0.3, alpha_max=0.45))
         assert move is None or 0.3 <= move.alpha <= 0.45
+
+
+@pytest.mark.parametrize("start", [0.0, 0.02, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("policy", ["helm", "ppo"])
+def test_its_numbers_can_be_sent_as_json_at_every_split(start: float, policy: str) -> None:
+    helm, served, alpha = make_policy(policy), Served(Bowl(filled=0.9)), start
+    for second in range(30):
+        move = helm.decide(served.window(alpha, float(second)))
+        inner = helm.policy if isinstance(helm, Limited) else helm
+        assert isinstance(inner, Helm)
+        msgspec.json.encode((move, inner.explanation))
+        alpha = start if second < 15 or move is None else move.alpha
 
 
 def test_shadows_that_promise_wrong_are_corrected_by_what_is_measured() -> None:

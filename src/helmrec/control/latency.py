@@ -189,8 +189,8 @@ class LatencyModel:
         """Return the stage time of the misses that fill a pool of rows and one of K/V as far as this one is filled."""
         costs = self.estimator.costs
         assert costs is not None
-        rows = window.resident_rows / max(window.alpha, ALPHAS[0])
-        tokens = window.kv_pages * window.page_tokens / (1 - min(window.alpha, ALPHAS[-1]))
+        rows = window.resident_rows / max(window.alpha, GRID[0])
+        tokens = window.kv_pages * window.page_tokens / (1 - min(window.alpha, GRID[-1]))
         row_ms = costs.host_missed_row_ms + costs.missed_row_ms
         token_ms = costs.host_token_ms + costs.token_ms + costs.pair_ms * self._history / 2
         return rows * row_ms + tokens * token_ms
