@@ -22,11 +22,12 @@ from helmrec.steps import Step
 from helmrec.traffic.generate import generate
 from helmrec.traffic.trace import Trace
 from helmrec.traffic.workload import Phase, Users, Workload
+from helmrec_bench.judging.first_times import OPENING_S
 
 Range = Literal["train", "validation", "test"]
 Kind = Literal["steady", "step", "ramp", "sine", "growth", "burst", "flood", "turnover"]
 RANGES: tuple[Range, ...] = ("train", "validation", "test")
-LONG_S, SHORT_S, OPENING_S = 1_200.0, 300.0, 60.0
+LONG_S, SHORT_S = 1_200.0, 300.0
 # Half of them long: what adapting is for is slow.
 KINDS: tuple[tuple[Kind, float], ...] = (
     ("steady", SHORT_S),

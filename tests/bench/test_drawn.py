@@ -4,7 +4,8 @@ import numpy as np
 
 from helmrec.control.static import Static, StaticSettings
 from helmrec.sim.simulate import simulate
-from helmrec_bench.drawn import KINDS, LONG_S, OPENING_S, Drawn, draw
+from helmrec_bench.drawn import KINDS, LONG_S, Drawn, draw
+from helmrec_bench.judging.first_times import OPENING_S
 
 
 def fingerprint(drawn: Drawn) -> tuple[str, str, str]:

@@ -24,7 +24,8 @@ from helmrec.memory.curve_shape import between
 from helmrec.sim.simulate import Options, simulate
 from helmrec.steps import no_steps
 from helmrec.types import FloatArray
-from helmrec_bench.drawn import OPENING_S, draw
+from helmrec_bench.drawn import draw
+from helmrec_bench.judging.first_times import OPENING_S
 from tests.control.bowl import GRID, ROWS, TOKENS, Bowl
 from tests.control.served import CANDIDATES, ENGINE, Asked, PlainEngine, Served, latency_ms
 

@@ -18,6 +18,7 @@ from helmrec.sim.scenario import Scenario
 from helmrec.sim.simulate import SimResult, simulate
 from helmrec_bench.baselines.service_cost import service_cost
 from helmrec_bench.judging.contest import Course, Score, Shown
+from helmrec_bench.judging.first_times import is_known
 from helmrec_bench.judging.judge import with_refused
 from helmrec_bench.lab.curve_file import load_curves, save_curves
 from helmrec_bench.lab.policies import is_blind, started_policy
@@ -69,8 +70,13 @@ class Outcome:
 
     score: Score
     is_full: bool  # both caches had evicted before counting began
+    known_p99_ms: float  # without the first minute and the first burst, if more than that was served
     phases: dict[str, dict[str, float]]  # of the traffic, by name: mean_ms, p99_ms
     ticks: dict[str, list[float]]  # by name: one value a tick, of the window that ended with it
+
+    def meets_when_known(self, slo_ms: float) -> bool:
+        """Whether the SLO is met by all requests but those of the first minute and the first burst."""
+        return self.score.num_refused == 0 and self.known_p99_ms <= slo_ms
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Outcome":
@@ -144,9 +150,17 @@ def _outcome(course: Course, result: SimResult) -> Outcome:
     return Outcome(
         score=course.score(result),
         is_full=result.evicting_from_s is not None and result.evicting_from_s <= max(start_s, tick_s),
+        known_p99_ms=_known_p99_ms(course, result),
         phases=_phases(course, result),
         ticks={name: np.round(values, 4).tolist() for name, values in ticks.items()},
     )
+
+
+def _known_p99_ms(course: Course, result: SimResult) -> float:
+    latency_ms, is_counted = with_refused(result.outcomes.latency_ms), is_known(course.scenario, result.arrived_s)
+    if not is_counted.any():
+        is_counted = result.arrived_s >= course.scenario.warm_up_s
+    return float(np.percentile(latency_ms[is_counted], 99))
 
 
 def _phases(course: Course, result: SimResult) -> dict[str, dict[str, float]]:

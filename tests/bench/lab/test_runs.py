@@ -149,20 +149,26 @@ class _Made:
 
     def run(self, wanted: list[Run], what: str) -> dict[Run, SimpleNamespace]:
         self.num_runs += len(wanted)
-        return {run: SimpleNamespace(score=self._score(run)) for run in wanted}
+        return {run: self._outcome(run) for run in wanted}
 
-    def _score(self, run: Run) -> SimpleNamespace:
-        is_met = cast("float", run.setup) <= self._bears * (1.1 if run.policy == "helm" else 1.0)
-        return SimpleNamespace(meets=lambda slo_ms: is_met)
+    def _outcome(self, run: Run) -> SimpleNamespace:
+        """What is known to come is borne at twice the load."""
+        load, bears = cast("float", run.setup), self._bears * (1.1 if run.policy == "helm" else 1.0)
+        score = SimpleNamespace(meets=lambda slo_ms: load <= bears)
+        return SimpleNamespace(score=score, meets_when_known=lambda slo_ms: load <= 2 * bears)
 
 
-@pytest.mark.parametrize(("bears", "constant", "ours"), [(1.02, 1.0, 1.1), (0.62, 0.0, 0.65), (9.0, 1.35, 1.35)])
-def test_the_largest_load_is_found_for_all_at_once(bears: float, constant: float, ours: float) -> None:
+@pytest.mark.parametrize(
+    ("bears", "constant", "ours", "known"), [(1.02, 1.0, 1.1, 1.35), (0.62, 0.0, 0.65, 1.2), (9.0, 1.35, 1.35, 1.35)]
+)
+def test_the_largest_load_is_found_for_all_at_once(bears: float, constant: float, ours: float, known: float) -> None:
     lab = _Made(bears)
     entries: dict[str, Entry] = {"constant": ("static:0.5", ()), "ours": ("helm", ())}
     found = largest_loads(cast("Lab", lab), NAME, entries, "test")
     assert found == {"constant": [constant] * 2, "ours": [ours] * 2}
     assert lab.num_runs <= 2 * 2 * 4, "four bisections over fifteen loads"
+    found = largest_loads(cast("Lab", lab), NAME, entries, "test", counts_first=False)
+    assert found == {"constant": [known] * 2, "ours": [1.35] * 2}
 
 
 def test_code_is_told_apart_by_its_source() -> None:

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from helmrec_bench.drawn import OPENING_S
+from helmrec_bench.judging.first_times import OPENING_S
 from helmrec_bench.measure.controller.hindsight import (
     PRICES,
     WINDOWS_S,

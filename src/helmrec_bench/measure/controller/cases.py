@@ -19,17 +19,17 @@ from helmrec.control.static import UNTUNED_ALPHA
 from helmrec.costs import calibrated, reload
 from helmrec.memory.miss_curves import JointCurves
 from helmrec.sim.curves import record_curves
-from helmrec.sim.scenario import Scenario, load_scenario
+from helmrec.sim.scenario import load_scenario
 from helmrec.traffic.trace import Trace
 from helmrec_bench import drawn as drawn_module
 from helmrec_bench import scenarios
-from helmrec_bench.drawn import OPENING_S, Drawn, Range, draw
+from helmrec_bench.drawn import Drawn, Range, draw
+from helmrec_bench.judging.first_times import OPENING_S, first_burst
 from helmrec_bench.lab.curve_file import load_curves, save_curves
 from helmrec_bench.lab.store import digest_of_code
 
 BUILD, SCENARIOS = Path("build"), Path(scenarios.__file__).parent
 FROZEN = tuple(sorted(path.stem for path in SCENARIOS.glob("*.toml")))
-BURSTS = ("burst", "flood", "flash")  # names of phases
 _NODE_COSTS = (calibrated.__file__, reload.__file__)  # what a simulated node takes of `costs`
 SIMULATOR = digest_of_code("sim", "traffic", "memory", also=[*_NODE_COSTS, drawn_module.__file__])  # when a run begins
 CONTROLLER = digest_of_code("control", "costs")
@@ -124,15 +124,3 @@ def scene(case: Case) -> tuple[Drawn, Trace]:
         bursts_s=first_burst(scenario),
         scored_from_s=case.scored_from_s,
     ), trace
-
-
-def first_burst(scenario: Scenario) -> tuple[tuple[float, float], ...]:
-    """From and until; none, if the scenario has none."""
-    workload = scenario.workload
-    assert workload is not None
-    now_s = sum(phase.duration_s for phase in workload.opening)
-    for phase in workload.phases:
-        if phase.name in BURSTS:
-            return ((now_s, now_s + phase.duration_s),)
-        now_s += phase.duration_s
-    return ()

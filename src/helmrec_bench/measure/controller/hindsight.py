@@ -25,7 +25,8 @@ from helmrec.control.static import Static, StaticSettings
 from helmrec.sim.simulate import simulate
 from helmrec.types import FloatArray, IntArray
 from helmrec_bench.baselines.oracle import cheapest_path
-from helmrec_bench.drawn import KINDS, OPENING_S, RANGES, Drawn
+from helmrec_bench.drawn import KINDS, RANGES, Drawn
+from helmrec_bench.judging.first_times import OPENING_S
 from helmrec_bench.judging.judge import with_refused
 from helmrec_bench.judging.quasi_static import quasi_static
 from helmrec_bench.lab.provenance import write_measurement

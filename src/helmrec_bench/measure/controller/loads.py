@@ -20,14 +20,13 @@ from helmrec.sim.curves import record_curves
 from helmrec.sim.scenario import Scenario, load_scenario
 from helmrec.sim.simulate import SimResult, simulate, summarise
 from helmrec_bench.baselines.service_cost import service_cost
-from helmrec_bench.drawn import OPENING_S
 from helmrec_bench.judging.contest import Shown, scaled
+from helmrec_bench.judging.first_times import is_known
 from helmrec_bench.judging.judge import largest_of
 from helmrec_bench.lab.policies import started_policy
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.lab.store import Store, finish
-from helmrec_bench.measure.controller.cases import BUILD, CONTROLLER, SCENARIOS, SIMULATOR, first_burst
-from helmrec_bench.measure.controller.trials import AFTER_BURST_S
+from helmrec_bench.measure.controller.cases import BUILD, CONTROLLER, SCENARIOS, SIMULATOR
 
 NAMES = tuple(f"{node}-{kind}" for node in ("main", "stress") for kind in ("steady", "trend", "burst-20s", "burst-60s"))
 CONSTANTS = tuple(f"static:{alpha / 100:g}" for alpha in range(5, 100, 5))
@@ -65,10 +64,7 @@ def is_met(search: LoadSearch, load: float) -> bool:
 
 
 def meets(scenario: Scenario, result: SimResult) -> bool:
-    counted = result.arrived_s >= OPENING_S
-    for begin_s, end_s in first_burst(scenario):
-        counted &= (result.arrived_s < begin_s) | (result.arrived_s >= end_s + AFTER_BURST_S)
-    summary = summarise(result.outcomes, counted, scenario.slo_ms)
+    summary = summarise(result.outcomes, is_known(scenario, result.arrived_s), scenario.slo_ms)
     return summary.num_refused == 0 and summary.p99_ms <= scenario.slo_ms
 
 

@@ -35,8 +35,9 @@ from helmrec.sim.simulate import SimResult, simulate, summarise
 from helmrec.steps import Step
 from helmrec.traffic.trace import Trace
 from helmrec_bench.baselines.service_cost import service_cost
-from helmrec_bench.drawn import KINDS, OPENING_S, RANGES, Drawn
+from helmrec_bench.drawn import KINDS, RANGES, Drawn
 from helmrec_bench.judging.contest import Shown
+from helmrec_bench.judging.first_times import OPENING_S, is_in_burst
 from helmrec_bench.lab.policies import started_policy
 from helmrec_bench.lab.provenance import write_measurement
 from helmrec_bench.lab.store import Store, finish
@@ -45,7 +46,6 @@ from helmrec_bench.measure.controller.cases import BUILD, FROZEN, Case, Finer, T
 COARSE = (0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 FINE_STEP, LEAST, MOST = 0.05, 0.03, 0.95
 NEAR_BEST = 1.25  # times the least mean latency of the first seed: what is above is not best over all seeds
-AFTER_BURST_S = 10.0  # that the first burst's queue may take to drain
 WRONG, TAUGHT_S = " with ", 30.0
 TERMS = {  # of `StageCosts`: the stage, and the work it is a price of
     "host_step_ms": (Step.HOST_MS, None),
@@ -129,8 +129,7 @@ def score(drawn: Drawn, result: SimResult) -> dict[str, float]:
     counted = result.arrived_s >= drawn.scored_from_s
     details: dict[str, float] = {}
     if drawn.bursts_s:
-        begin_s, end_s = drawn.bursts_s[0]
-        is_first = (result.arrived_s >= begin_s) & (result.arrived_s < end_s + AFTER_BURST_S)
+        is_first = is_in_burst(result.arrived_s, *drawn.bursts_s[0])
         details = {f"first_burst_{name}": value for name, value in _figures(result, is_first).items()}
         counted &= ~is_first
     return {**details, **_figures(result, counted)}

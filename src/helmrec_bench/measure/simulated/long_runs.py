@@ -40,9 +40,9 @@ from helmrec.traffic.importers import READERS
 from helmrec.traffic.trace import Trace, index_histories
 from helmrec.traffic.workload import Phase, Workload
 from helmrec_bench.baselines.service_cost import service_cost
-from helmrec_bench.drawn import OPENING_S
 from helmrec_bench.experiments.results import plain
 from helmrec_bench.judging.contest import Shown
+from helmrec_bench.judging.first_times import OPENING_S
 from helmrec_bench.judging.judge import Interval, interval, paired_change, with_refused
 from helmrec_bench.lab.policies import started_policy
 from helmrec_bench.lab.provenance import write_measurement
