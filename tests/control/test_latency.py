@@ -303,3 +303,27 @@ def test_only_what_is_new_in_miss_curves_is_averaged_with_windows_before() -> No
     model.update(replace(first, curves=later))  # the newest hundred missed twice as many
     kept = 100 * 2 ** (-1 / RECENT_S)
     np.testing.assert_allclose(model.work.missed_rows, before * (kept + 2 * 100) / (kept + 100), rtol=1e-6)
+
+
+def test_new_curves_in_place_of_those_that_failed_count_from_their_first_request() -> None:
+    """The old ones had faded for millions of requests."""
+    served = Served(BOWL)
+    model = learned_from(served)
+    for num, faded in [(5_900.0, -720.0), (5_900.0, -720.1), (400.0, -0.1)]:
+        window = served.window(0.5, 100.0)
+        assert window.curves is not None
+        assert model.update(replace(window, curves=replace(window.curves, num_requests=num, faded=faded)))
+    assert np.isfinite(model.predict(Bias()).mean_ms).all()
+
+
+def test_a_request_has_a_token_even_if_tokens_were_counted_in_another_window() -> None:
+    """Tokens found new by lookups belong to more requests than the steps that ended. At some splits none is new."""
+    served = Served(BOWL)
+    model, window = learned_from(served), served.window(0.5, 100.0)
+    assert window.curves is not None
+    curves = replace(
+        window.curves, computed_tokens_per_request=np.zeros_like(window.curves.computed_tokens_per_request)
+    )
+    assert model.update(replace(window, curves=curves, new_tokens_per_request=1e6))
+    model.start_over()
+    assert np.isfinite(model.predict(Bias()).mean_ms).all()

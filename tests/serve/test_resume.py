@@ -15,6 +15,7 @@ from helmrec.serve import child_process, process_port
 from helmrec.serve.app import make_app
 from helmrec.serve.port import Health
 from helmrec.serve.process_port import ProcessPort
+from helmrec.serve.ring import Link
 from helmrec.serve.settings import ServeConfig
 from tests.helpers import tiny_config
 from tests.serve.asgi import send
@@ -218,6 +219,40 @@ def test_rows_set_on_a_model_while_its_swap_ends_are_kept_and_those_of_the_model
 
     asyncio.run(swap())
     assert [each["ids"] for each in told] == [[2]]
+
+
+def test_an_engine_that_ends_right_after_a_swap_gets_no_rows_of_the_model_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has swapped, and ends before the front knows how requests are prepared for the new model."""
+    told: list[Any] = []
+
+    def answer(name: str, arguments: dict[str, Any]) -> Any:
+        if name == "update_rows":
+            told.append(arguments["ids"])
+        return 0 if name == "place_rows" else None
+
+    class Ends(FakeEngine):
+        def _call(self, link: Link, call: int, name: str, arguments: dict[str, Any]) -> None:
+            if name == "intake_recipe" and "swap" in self.calls:
+                self.crash()
+            else:
+                super()._call(link, call, name, arguments)
+
+    engine = Ends(answer)
+    port = port_before(engine)
+    monkeypatch.setattr(process_port, "check_fits", lambda new, old: None)
+    monkeypatch.setattr(process_port, "read_manifest", lambda path: type("Manifest", (), {"model": port.model}))
+
+    async def swap() -> None:
+        async with running(port):
+            await port.update_rows("item", [1], [[1.0] * 16])
+            await port.swap("second")
+            await until(lambda: port.num_restarts == 1 and port.health is Health.READY)
+            assert port._begin.model == "second"
+
+    asyncio.run(swap())
+    assert told == []
 
 
 def test_rows_of_a_swap_that_a_crash_cut_short_are_not_set_on_the_old_model(caplog: pytest.LogCaptureFixture) -> None:

@@ -54,13 +54,11 @@ def spoilt(file: SnapshotFile, how: str) -> None:
         save_file({"rows": np.arange(3)}, file.path)
     elif how == "alpha":
         file.write(Snapshot(np.arange(50), 7.0))
-    elif how == "learned":
-        file.write(Snapshot(np.arange(50), 0.5, {"costs": [float("nan")]}))
     else:
         SnapshotFile(file.path, tiny_config(user_context=())).write(Snapshot(np.arange(50), 0.5))
 
 
-@pytest.mark.parametrize("how", ["cut", "noise", "empty", "foreign", "alpha", "learned", "tables"])
+@pytest.mark.parametrize("how", ["cut", "noise", "empty", "foreign", "alpha", "tables"])
 def test_a_file_that_does_not_fit_is_logged_and_ignored(
     file: SnapshotFile, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,6 +69,17 @@ def test_a_file_that_does_not_fit_is_logged_and_ignored(
     engine = tiny_engine()
     SnapshotKeeper(file, 60).restore(engine, None)
     assert engine.stats().pool.resident_rows == 0
+
+
+@pytest.mark.parametrize("learned", [{"costs": [float("nan")]}, {"bursts": [1.0, float("inf")], "costs": [1.0]}])
+def test_a_learned_state_with_what_is_no_number_is_ignored_and_rows_are_restored(
+    file: SnapshotFile, learned: dict[str, list[float]], caplog: pytest.LogCaptureFixture
+) -> None:
+    file.write(Snapshot(np.arange(50), 0.25, learned))
+    found = file.read()
+    assert found is not None
+    assert (found.rows.size, found.alpha, found.learned) == (50, 0.25, {})
+    assert "learned state of the controller is invalid" in caplog.text
 
 
 def steering(policy: str = "helm") -> Steering:

@@ -360,7 +360,8 @@ class EnginesPort:
             await asyncio.to_thread(self._check.close)
             self.check_files(Path(model))
         self.model = self._ports[0].model
-        self._intake, self._describer = self._ports[0].intake, Describer(self.model)
+        self._intake = Intake(self.model, version=0, max_history=self._intake.recipe.max_history)
+        self._describer = Describer(self.model)
         self._costs = {}  # of the model before
 
     async def _everywhere(self, call: Callable[[ProcessPort], Awaitable[None]]) -> None:

@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike
 
 from helmrec.control.rebalancer import Mode
 from helmrec.engine.engine import EngineStats
-from helmrec.engine.intake import IntakeRecipe
-from helmrec.errors import EngineClosed, HelmRecError
+from helmrec.engine.intake import Intake, IntakeRecipe
+from helmrec.errors import EngineClosed, HelmRecError, QueueFull
 from helmrec.model.config import ModelConfig
 from helmrec.model.folder import read_manifest
 from helmrec.router.sketch import PackedSketch, RowSketch
@@ -113,8 +113,11 @@ class ProcessPort(EngineCalls):
         self.log = row_log
         self._begin = msgspec.structs.replace(self._begin, model=model)
         self.model = manifest.model
-        self._use(await self._call("intake_recipe", IntakeRecipe))
         self._replay.note_swap()
+        # The engine serves the new model from here on, whatever happens; without its recipe it asks for another try.
+        self.intake = Intake(self.model, version=0, max_history=self.intake.recipe.max_history)
+        with suppress(EngineClosed, QueueFull):
+            self._use(await self._call("intake_recipe", IntakeRecipe))
 
     async def _swap_process(self, model: str, tables: HostTables | None) -> None:
         old = self.tables

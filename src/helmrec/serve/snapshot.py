@@ -88,11 +88,16 @@ class SnapshotFile:
         alpha = float(numbers["alpha"])
         if rows.ndim != 1 or not 0 <= alpha <= 1:
             raise ValueError(f"alpha {alpha} or rows of shape {rows.shape} are invalid")
-        learned = {name: np.array(values, np.float64) for name, values in numbers["learned"].items()}
-        if not all(values.ndim == 1 and np.isfinite(values).all() for values in learned.values()):
-            raise ValueError("the learned state of the controller is invalid")
         of = {str(name): value for name, value in numbers["learned_on"].items()}
-        return Snapshot(rows, alpha, {name: values.tolist() for name, values in learned.items()}, of)
+        return Snapshot(rows, alpha, self._learned(numbers["learned"]), of)
+
+    def _learned(self, stored: dict[str, Any]) -> dict[str, list[float]]:
+        """The learned state of the controller; none of it, with a warning, if a part is no list of numbers."""
+        learned = {name: np.array(values, np.float64) for name, values in stored.items()}
+        if all(values.ndim == 1 and np.isfinite(values).all() for values in learned.values()):
+            return {name: values.tolist() for name, values in learned.items()}
+        log.warning("the learned state of the controller is invalid and ignored", extra={"path": str(self.path)})
+        return {}
 
 
 class SnapshotKeeper:
