@@ -16,7 +16,9 @@ from helmrec.deltas.delta import Delta, TablePart
 from helmrec.deltas.folder import DeltaFolder
 from helmrec.deltas.producer import DeltaProducer, skip_to
 from helmrec.engine.engine import Engine
-from helmrec.errors import DeltaCorrupt, DeltaUnavailable
+from helmrec.engine.intake import RowUpdate
+from helmrec.engine.runner import StagedRows
+from helmrec.errors import DeltaCorrupt, DeltaUnavailable, RowLogError
 from helmrec.types import RowPosition
 from tests.deltas.places import part
 from tests.helpers import tiny_engine, tiny_model
@@ -210,6 +212,27 @@ def test_a_gap_whose_end_moves_is_one_stop(follow: Callable[..., RowConsumer]) -
     source.deltas = [numbered(1), numbered(6)]
     until(consumer, lambda: "the next one is delta 6" in str(consumer.stats().stop))
     assert consumer.stats().stops == 1
+
+
+def test_a_log_that_cannot_be_written_stops_it_until_there_is_room(
+    engine: Engine, follow: Callable[..., RowConsumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, deltas, apply_rows = item_rows(engine), [numbered(i) for i in range(1, 4)], engine.apply_rows
+    is_full = [True]
+
+    def apply(staged: RowUpdate | StagedRows, after: RowPosition) -> None:
+        if after.sequence == 2 and is_full[0]:
+            raise RowLogError("the log cannot be written: No space left on device; no row was changed")
+        apply_rows(staged, after)
+
+    monkeypatch.setattr(engine, "apply_rows", apply)
+    consumer = follow(Listed(*deltas))
+    assert "delta 2 cannot be kept: the log cannot be written: No space left" in stops(consumer)
+    assert engine.row_position == RowPosition(1)
+    is_full[0] = False
+    reaches(consumer, 3)
+    assert torch.equal(item_rows(engine), rows_after(deltas, first))
+    assert consumer.stats().stop is None
 
 
 def test_a_source_that_lost_its_deltas_is_named(follow: Callable[..., RowConsumer]) -> None:

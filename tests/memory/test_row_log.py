@@ -242,6 +242,30 @@ def test_a_failed_append_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert replayed(path) == {1: 1, 3: 3}
 
 
+@pytest.mark.parametrize("has_updates", [False, True])
+def test_a_log_whose_header_could_not_be_written_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_updates: bool
+) -> None:
+    path, log = tmp_path / "log", make(tmp_path / "log")
+    if has_updates:
+        log.append(np.array([5]), values(1))
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("os.pwrite", full)
+        if has_updates:
+            with pytest.raises(OSError, match="No space"):
+                log.discard()
+        with pytest.raises(RowLogError, match="No space left"):
+            log.append(np.array([7]), values(2))
+    assert log.append(np.array([9]), values(3)).tolist() == [0]
+    log.sync()
+    log.close()
+    assert replayed(path) == {9: 3}
+
+
 def test_a_discarded_log_is_empty(tmp_path: Path) -> None:
     written(tmp_path / "log")
     log = make(tmp_path / "log")

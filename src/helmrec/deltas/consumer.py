@@ -21,7 +21,7 @@ from helmrec.deltas.slices import DeltaHead, RowSlice, TakesRows
 from helmrec.deltas.source import DeltaSource, in_order
 from helmrec.engine.intake import RowUpdate
 from helmrec.engine.row_stream import RowStreamStats
-from helmrec.errors import DeltaError, DeltaOutOfOrder, HelmRecError, RequestError
+from helmrec.errors import DeltaError, DeltaOutOfOrder, HelmRecError, RequestError, RowLogError
 from helmrec.types import RowPosition
 
 log = logging.getLogger("helmrec.deltas")
@@ -216,16 +216,18 @@ class RowConsumer:
                 return 0
             first, self._is_writing = self._ahead[0], True
             self.stream = first.delta.stream
-        problem: RequestError | None = None
+        problem: str | None = None
         try:
             self._engine.apply_rows(first.staged, first.after)
         except RequestError as error:
-            problem = error
+            problem = f"does not fit: {error}"
+        except RowLogError as error:
+            problem = f"cannot be kept: {error}"
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()
             if problem is not None:
-                self._reject(first, f"does not fit: {problem}")
+                self._reject(first, problem)
                 return 0
             self._ahead.popleft()
             self._position = first.after

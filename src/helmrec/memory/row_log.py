@@ -187,6 +187,7 @@ class RowLog:
         try:
             if self._descriptor is None:
                 self._open()
+            if self._end < _BEGIN:  # a header that could not be written is written again
                 self.discard()
             self._write(self._end, record + body)
         except OSError as error:
@@ -231,8 +232,9 @@ class RowLog:
         self._starts, self._places, self._num_records = np.zeros(1, np.int64), np.empty(0, np.int64), 0
         if self._descriptor is not None:
             with self._syncing:
+                self._end = self._synced = 0
                 self._write(0, self._head + _MARK.pack(0))
-                self._end, self._synced = _BEGIN, 0
+                self._end = _BEGIN
 
     def _open(self) -> None:
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
