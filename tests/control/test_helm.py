@@ -81,6 +81,16 @@ def test_its_numbers_can_be_sent_as_json_at_every_split(start: float, policy: st
         alpha = start if second < 15 or move is None else move.alpha
 
 
+@pytest.mark.parametrize("num_pages", [8, 12])
+def test_small_steps_add_up_to_a_page_of_a_small_pool(num_pages: int) -> None:
+    served, helm, alpha = Served(Bowl(kv_scale=0.15, filled=0.5)), limited(), 2 / num_pages
+    for second in range(300):
+        window = replace(served.window(alpha, float(second)), num_pages=num_pages, alpha_max=1 - 2 / num_pages)
+        if (move := helm.decide(window)) is not None:
+            alpha = round(move.alpha * num_pages) / num_pages
+    assert abs(alpha - served.best()) <= 1.5 / num_pages
+
+
 def test_shadows_that_promise_wrong_are_corrected_by_what_is_measured() -> None:
     served = Served(Bowl(), promised_rows=1.8)
     blind = driven(limited(has_residual=False), served, 0.5, 60)[-1]

@@ -167,6 +167,19 @@ def test_it_moves_where_the_policy_says_within_what_the_pool_can() -> None:
     assert pool.moves == [0.5, pool.looked.pool.alpha_max]
 
 
+def test_a_split_between_two_pages_is_asked_for_once() -> None:
+    """The boundary goes to the nearest page; what is nearer to that page than to another is no move."""
+    pool = Pool()
+    num_pages = pool.looked.pool.num_pages
+    wanted = (num_pages // 2 + 0.3) / num_pages
+    rebalancer, decisions = Rebalancer(pool, Says(wanted), slo_ms=80), []
+    for second in range(5):
+        decisions.append(rebalancer.tick(float(second)))
+        pool.looked.pool = replace(pool.looked.pool, alpha_target=round(wanted * num_pages) / num_pages)
+    assert len(pool.moves) <= 1
+    assert [decision.move for decision in decisions[2:] if decision is not None] == [None] * 3
+
+
 def test_frozen_it_looks_and_does_not_act() -> None:
     pool, policy = Pool(), Says(0.7)
     rebalancer = Rebalancer(pool, policy, slo_ms=80)

@@ -158,8 +158,7 @@ class LatencyModel:
             return False
         self.rate = float(self._rates.add(np.array([traffic.arrival_rate]), dt_s, dt_s)[0])
         self._history = window.new_tokens_per_request + window.resident_tokens_per_request
-        others = steps.tokens / steps.requests - window.new_tokens_per_request  # counted at different moments
-        self._others = max(1.0, others)  # else a request may have no token
+        self._others = max(1.0, steps.tokens / steps.requests - window.new_tokens_per_request)  # counted at other times
         self.most_requests = max(self.most_requests, int(steps.most_requests))
         self._queued = min(traffic.num_queued, _NUM_PLAYED)  # as many more would wait longer at every split
         self._pool_pages = window.num_pages
@@ -172,10 +171,9 @@ class LatencyModel:
         if curves is None:
             return
         total = curves.num_requests * _stacked(curves)
-        before = self._before
+        before, self._before = self._before, _Seen(curves.num_requests, curves.faded, total)
         if curves.faded > before.faded:  # new curves, in place of those that failed
             before = _Seen(0.0, curves.faded, np.zeros((1, 1)))
-        self._before = _Seen(curves.num_requests, curves.faded, total)
         keep = math.exp(curves.faded - before.faded)  # of what came before then, which counts in both
         weight = curves.num_requests - keep * before.num_requests
         if weight >= _ONE_REQUEST:

@@ -239,7 +239,7 @@ class Payback:
             self._lost_ms = 0.0
             return None
         reason = f"staying has cost {self._lost_ms:.0f} ms, all of the move costs {price_ms * distance:.0f} ms"
-        if reach < SETTLED:
+        if reach < max(SETTLED, window.half_page):
             return Proposal("payback", start, reason, 0.0)
         self._lost_ms = 0.0
         alpha = start + direction * reach

@@ -61,6 +61,11 @@ class WindowStats:
     curves: JointCurves | None = None  # None while too little is known
     steps: Steps = field(default_factory=no_steps)  # those that ended in this window
 
+    @property
+    def half_page(self) -> float:
+        """Of the pool: a move by less ends where it began."""
+        return 1 / 2 / self.num_pages
+
     @classmethod
     def between(
         cls, before: PoolStats, after: PoolStats, traffic: Traffic, curves: JointCurves | None, steps: Steps

@@ -138,8 +138,9 @@ class Rebalancer:
         window = self._look(now_s)
         move = self._decide(window)
         explanation = _explanation(self._policy) if self.mode == "adaptive" else None
+        alpha = window.alpha_target if move is None else min(max(move.alpha, window.alpha_min), window.alpha_max)
+        move = move if abs(alpha - window.alpha_target) >= window.half_page else None
         if move is not None:
-            alpha = min(max(move.alpha, window.alpha_min), window.alpha_max)
             self._steered.move_alpha(alpha)
             if log.isEnabledFor(logging.INFO):
                 reason = move.reason if explanation is None else explanation.line()
