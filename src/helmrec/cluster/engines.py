@@ -170,11 +170,13 @@ class EnginesPort:
 
     @property
     def health(self) -> Health:
-        """Ready while some engine is; at the start, once every engine is ready or has failed."""
+        """Ready while some engine is and files are right; at the start, once every engine is ready or has failed."""
         states = {port.health for port in self._ports}
         if self._is_closed:
             return Health.CLOSED
-        if states == {Health.FAILED} or (not self._has_started and self._keeper_reasons(Health.FAILED)):
+        if self._corrupt is not None or states == {Health.FAILED}:
+            return Health.FAILED
+        if not self._has_started and self._keeper_reasons(Health.FAILED):
             return Health.FAILED
         if not self._has_started:
             return Health.STARTING
@@ -183,7 +185,8 @@ class EnginesPort:
     @property
     def reason(self) -> str | None:
         down = [f"{name}: {port.reason}" for name, port in zip(self._names, self._ports, strict=True) if port.reason]
-        return "; ".join([*self._keeper_reasons(*Health), *down]) or None
+        corrupt = [] if self._corrupt is None else [str(self._corrupt)]
+        return "; ".join([*corrupt, *self._keeper_reasons(*Health), *down]) or None
 
     def _keeper_reasons(self, *states: Health) -> list[str]:
         return [] if self.tables is None else self.tables.reasons(*states)
