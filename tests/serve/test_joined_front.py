@@ -13,7 +13,7 @@ import pytest
 
 from helmrec.engine.intake import Intake, IntakeRecipe
 from helmrec.errors import ConfigError
-from helmrec.model.weights import save_model
+from helmrec.model.weights import LoadedModel, save_model
 from helmrec.serve import child_process
 from helmrec.serve.app import make_app
 from helmrec.serve.engine_server import FrontDoor
@@ -32,10 +32,15 @@ from tests.serve.test_resume import until
 ADMIN = {"authorization": f"Bearer {TOKEN}"}
 
 
+def second_model() -> LoadedModel:
+    """A model of another depth, which clients of the first can use unchanged."""
+    return tiny_model(1, num_layers=3)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("joined")
-    for name, made in (("tiny", tiny_model()), ("second", tiny_model(1))):
+    for name, made in (("tiny", tiny_model()), ("second", second_model())):
         save_model(path / name, made.config, made.dense, made.tables)
     return path
 
@@ -110,10 +115,11 @@ def test_a_model_that_the_first_front_swaps_in_is_served_by_all(fronts: Fronts) 
     before = fronts.joined.post("/v1/rank", rank_body()).json["scores"]
     assert fronts.joined.post("/v1/admin/model", {"name": "second"}, ADMIN).status >= 400
     assert fronts.first.post("/v1/admin/model", {"name": "second"}, ADMIN).status == 200
-    (expected,) = tiny_engine(tiny_model(1)).rank([as_request(rank_body())])
+    (expected,) = tiny_engine(second_model()).rank([as_request(rank_body())])
     assert np.abs(expected.scores - np.array(before)).max() > 1e-3
     for caller in (fronts.joined, fronts.first):
         np.testing.assert_allclose(caller.post("/v1/rank", rank_body()).json["scores"], expected.scores, rtol=1e-4)
+        assert caller.get("/v1/model").json["num_layers"] == 3
 
 
 def test_other_users_of_the_machine_cannot_join(fronts: Fronts, place: Path) -> None:

@@ -81,7 +81,6 @@ class JoinedPort(EngineCalls):
     async def _resume(self, link: Link) -> None:
         try:
             await self._take_recipe(link)
-            self.model = ModelConfig.model_validate_json(self.intake.recipe.model)
         except Exception as error:  # the engine's failure, or a recipe of another release
             if self._link is link:  # else the engine has ended, and that is the reason
                 self._failures.note("joining an engine", error)
