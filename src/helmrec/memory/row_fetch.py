@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.errors import RowsUnreadable
+from helmrec.errors import RowLogError, RowsNotSynced, RowsUnreadable
 from helmrec.memory.disk_reads import Bytes, DiskReads, ReadEnd
 from helmrec.memory.row_frames import NO_SLOT, Frames, RowFrames
 from helmrec.memory.row_log import FollowedLog, LoggedRows, RowLog
@@ -327,7 +327,7 @@ class RowFetcher:
 
     def sync(self) -> None:
         """Wait until updates written so far survive a loss of power. No lock may be held that steps need."""
-        self._log.sync()
+        sync_served(self._log)
 
     def discard_updates(self) -> None:
         """Forget the log: rows have the values of the model's files again. No ticket may be open."""
@@ -370,3 +370,11 @@ class RowFetcher:
         self._thread.join()
         self._disk.close()
         self._log.close()
+
+
+def sync_served(row_log: RowLog) -> None:
+    """Sync a log whose updates are served, or will be whatever happens; RowsNotSynced if that fails."""
+    try:
+        row_log.sync()
+    except RowLogError as error:
+        raise RowsNotSynced(str(error)) from error

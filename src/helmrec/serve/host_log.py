@@ -16,6 +16,7 @@ from helmrec.config import EngineConfig
 from helmrec.engine.intake import RowUpdate, prepare_rows
 from helmrec.engine.row_values import compile_updates
 from helmrec.engine.setup import row_log_of, tier_config
+from helmrec.memory.row_fetch import sync_served
 from helmrec.model.folder import VERIFY_BYTES, check_file, read_manifest
 from helmrec.model.shared_tables import row_bytes_of
 from helmrec.serve.settings import ServeConfig
@@ -81,7 +82,7 @@ class HostLog:
             for first in range(0, update.rows.size, self._part_rows):
                 part = slice(first, first + self._part_rows)
                 self._log.append(update.rows[part], packed[part])
-        self._log.sync()  # for all calls that wait for it now
+        sync_served(self._log)  # for all calls that wait for it now
 
     def close(self) -> None:
         self._log.close()
