@@ -13,6 +13,7 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
 
 LONG_FILES: dict[str, str] = {
+    "helmrec/cluster/engines.py": "one port: who is asked, routed to and lost is decided from one state of each engine",
     "helmrec/engine/engine.py": "one class: the loop, and the background work between its steps",
     "helmrec_bench/drawn.py": "one draw: a node, its mixes, its load and what its traffic does depend on each other",
     "helmrec/memory/kv_cache.py": "one set of books: what is resident, pinned, written and trusted changes together",

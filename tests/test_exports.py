@@ -43,6 +43,7 @@ EXPORTS = [
     "RequestError",
     "RowLogError",
     "RowPosition",
+    "RowsNotSynced",
     "RowsUnreadable",
     "ServerError",
     "StaleVersion",

@@ -26,6 +26,7 @@ HelmRecError
 │   └── Forgotten        its user was forgotten while it waited
 ├── RowsUnreadable       rows of a request cannot be read from disk
 ├── RowLogError          an update of rows cannot be written to its log
+│   └── RowsNotSynced    it is written and served, but may not survive a loss of power
 ├── NonFiniteScores      the model's scores for a request are not numbers
 ├── EngineClosed
 └── ServerError          a server failed or could not be reached; raised by the client
@@ -150,6 +151,10 @@ class RowsUnreadable(HelmRecError):
 
 class RowLogError(HelmRecError):
     """An update of rows cannot be written to its log. No row was changed."""
+
+
+class RowsNotSynced(RowLogError):
+    """An update of rows is served, but its log cannot be synced: it may be lost if the machine loses power."""
 
 
 class NonFiniteScores(HelmRecError):

@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helmrec.cluster import engines
 from helmrec.cluster.engines import EnginesPort, make_engines
 from helmrec.costs.calibrated import default_cost
 from helmrec.costs.routing import RouterCost
 from helmrec.engine.engine import EngineStats
 from helmrec.errors import ConfigError, EngineClosed, RequestError
 from helmrec.model.weights import save_model
+from helmrec.router.settings import StateSettings
+from helmrec.router.sketch import PackedSketch, build_sketch
 from helmrec.serve.app import make_app
 from helmrec.serve.port import Health
 from helmrec.serve.settings import ServeConfig
@@ -24,7 +27,9 @@ from tests.helpers import tiny_engine, tiny_model
 from tests.serve.asgi import Caller, wait_for
 from tests.serve.cases import as_request, rank_body, rank_requests
 from tests.serve.conftest import TOKEN
+from tests.serve.fake_engine import FakeEngine, port_before
 from tests.serve.test_process_port import engine_config
+from tests.serve.test_resume import until
 
 ADMIN = {"authorization": f"Bearer {TOKEN}"}
 
@@ -205,3 +210,35 @@ def test_snapshots_of_engines_are_kept_apart(folder: Path, tmp_path: Path) -> No
     port = make_engines(folder, engine_config(), serve)
     paths = [each._begin.serve["snapshot_path"] for each in port._ports]
     assert paths == [f"{tmp_path}/state.0", f"{tmp_path}/state.1"]
+
+
+def test_an_engine_that_hangs_delays_the_state_of_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(engines, "_LOOK_EVERY_S", 0.01)
+
+    def sketch(_: str, arguments: dict[str, Any]) -> PackedSketch:
+        return build_sketch(np.arange(4), arguments["num_bits"]).packed()
+
+    def hang(*_: Any) -> None:
+        pass
+
+    async def ask() -> None:
+        fakes = [FakeEngine(sketch), FakeEngine(sketch)]
+        port = EnginesPort({f"engine {i}": port_before(fake) for i, fake in enumerate(fakes)}, 100, StateSettings())
+        port.start()
+        await until(lambda: port.health is Health.READY)
+        await port.stats()
+        assert list(port.replica_stats) == ["engine 0", "engine 1"]
+        monkeypatch.setattr(fakes[0], "_call", hang)
+        num_reports = port._seen[1].num_reports
+        async with asyncio.timeout(10):
+            await port.stats()
+        assert list(port.replica_stats) == ["engine 1"]
+        await until(lambda: port._seen[1].num_reports > num_reports + 2)
+        monkeypatch.setattr(fakes[1], "_call", hang)
+        async with asyncio.timeout(10):
+            with pytest.raises(EngineClosed, match="no engine answers"):
+                await port.stats()
+        await port.close()
+
+    asyncio.run(ask())

@@ -232,6 +232,8 @@ def test_files_are_checked_once_for_all_engines(
     port._check.join()
     with pytest.raises(EngineClosed, match=r"serving has stopped: .*item.safetensors is corrupt"):
         asyncio.run(port.submit(REQUESTS[:1]))
+    assert port.health is Health.FAILED
+    assert "item.safetensors is corrupt" in str(port.reason)
 
 
 def test_files_are_checked_before_the_first_engine_starts_if_that_is_asked_for(

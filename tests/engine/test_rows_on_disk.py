@@ -22,10 +22,11 @@ from helmrec.clock import ManualClock, MonotonicClock
 from helmrec.config import RelayConfig
 from helmrec.engine.engine import Engine
 from helmrec.engine.warm_up import warm_up
-from helmrec.errors import ConfigError, DiskTooSlow, ModelError, RowLogError, RowsUnreadable
+from helmrec.errors import ConfigError, DiskTooSlow, ModelError, RowLogError, RowsNotSynced, RowsUnreadable
 from helmrec.memory.disk_reads import FileReader, Runs
 from helmrec.memory.row_frames import RowFrames
 from helmrec.model.weights import LoadedModel, load_model, save_model
+from helmrec.serve.problems import of_error
 from helmrec.types import PrefillRequest, RankRequest, RankResult
 from tests.engine.test_cached_equals_uncached import Streams
 from tests.helpers import random_request, tiny_engine, tiny_model
@@ -214,6 +215,23 @@ def test_an_update_that_cannot_be_logged_changes_nothing(model: LoadedModel, tmp
             engine.update_rows("item", np.asarray(request.items[:1]), np.ones((1, model.config.row_dim), np.float32))
         (after,) = engine.rank([request])
     np.testing.assert_allclose(before.scores, after.scores, atol=1e-6)
+
+
+def test_an_update_that_cannot_be_synced_is_served_and_the_error_says_so(model: LoadedModel, tmp_path: Path) -> None:
+    request = random_request(np.random.default_rng(0), model.config, num_events=12)
+    ids = np.asarray(request.items[:1])
+    with engine_of(model, tmp_path / "model") as engine:
+        (before,) = engine.rank([request])
+        failing = patch("os.fdatasync", side_effect=OSError(errno.EIO, "Input/output error"))
+        with failing, pytest.raises(RowsNotSynced, match="Input/output error") as raised:
+            engine.update_rows("item", ids, np.ones((1, model.config.row_dim), np.float32))
+        (after,) = engine.rank([request])
+    assert np.abs(before.scores - after.scores).max() > 1e-4
+    problem = of_error(raised.value, "id")
+    assert problem.status == 507
+    assert problem.type == "urn:helmrec:error:RowsNotSynced"
+    assert "the update is served" in problem.detail
+    assert str(tmp_path) not in problem.detail
 
 
 def test_a_fault_fails_one_request_and_the_next_try_succeeds(model: LoadedModel, tmp_path: Path) -> None:

@@ -53,6 +53,12 @@ class FakeEngine:
         self._process.kill()
         self._link.close()
 
+    def give_up(self, error: Exception) -> None:
+        """Say why, and end."""
+        assert self._link is not None
+        self._link.send(FrameKind.FAILED, 0, pack_error(error))
+        self.crash()
+
     def _receive(self) -> None:
         link = self._link
         assert link is not None

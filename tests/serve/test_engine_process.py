@@ -3,15 +3,23 @@
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from helmrec.errors import EngineClosed
+from helmrec.errors import EngineClosed, ModelError
+from helmrec.model.weights import save_model
 from helmrec.serve.engine_process import EngineProcess
+from helmrec.serve.port import Health
 from helmrec.serve.ring import Link, open_ring, shared_file
+from helmrec.serve.settings import ServeConfig, for_engine, revealed
 from helmrec.serve.wire import Begin, FrameKind, unpack_error
+from tests.helpers import tiny_model
+from tests.serve.fake_engine import FakeEngine, port_before
+from tests.serve.test_process_port import engine_config
+from tests.serve.test_resume import running, takes_all, until
 
 Sent = list[tuple[int, int, str]]  # kind, call, and what the error says
 
@@ -42,7 +50,7 @@ async def talk(speak: Callable[[Link], None], num_answers: int, process: type[En
     running = asyncio.create_task(process(engine).run())
     await asyncio.sleep(0)
     speak(front)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):  # an engine may compile
         while len(answers) < num_answers:
             await asyncio.sleep(0.001)
         if not running.done():
@@ -91,3 +99,48 @@ def test_an_answer_that_is_lost_to_a_mistake_ends_the_process() -> None:
     stats = msgspec.msgpack.encode(["stats", {}])
     ((kind, _, reason),) = asyncio.run(talk(lambda front: front.send(FrameKind.CALL, 9, [stats]), 1, Forgetful))
     assert (kind, reason) == (FrameKind.FAILED, "a mistake in answering")
+
+
+def test_a_process_that_finds_its_model_corrupt_ends_with_that_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Corrupt(EngineProcess):
+        def _answer(self, kind: FrameKind, call: int, parts: Sequence[bytes | memoryview]) -> None:
+            super()._answer(kind, call, parts)
+            if kind == FrameKind.READY:
+                self._ready_port().current.engine._stop_serving(ModelError("item.safetensors is corrupt"))
+
+    model = tiny_model()
+    save_model(tmp_path / "tiny", model.config, model.dense, model.tables)
+    monkeypatch.setattr("helmrec.serve.engine_process.log_to_stderr", lambda level, secrets: None)
+    serve = ServeConfig(policy="none", log_level="error")
+    begin = msgspec.msgpack.encode(Begin(str(tmp_path / "tiny"), revealed(engine_config()), for_engine(serve)))
+    answers = asyncio.run(talk(lambda front: front.send(FrameKind.BEGIN, 0, [begin]), 2, Corrupt))
+    assert [kind for kind, _, _ in answers] == [FrameKind.READY, FrameKind.FAILED]
+    assert answers[1][2] == "item.safetensors is corrupt"
+
+
+def test_an_engine_whose_model_is_corrupt_is_not_started_again() -> None:
+    engine = FakeEngine(takes_all)
+    port = port_before(engine)
+
+    async def give_up() -> None:
+        async with running(port):
+            engine.give_up(ModelError("item.safetensors is corrupt"))
+            await until(lambda: port.health is Health.FAILED)
+            assert port.reason == "item.safetensors is corrupt"
+            assert (engine.num_starts, port.num_restarts) == (1, 0)
+
+    asyncio.run(give_up())
+
+
+def test_an_engine_that_fails_otherwise_is_started_again() -> None:
+    engine = FakeEngine(takes_all)
+    port = port_before(engine)
+
+    async def give_up() -> None:
+        async with running(port):
+            engine.give_up(RuntimeError("CUDA error"))
+            await until(lambda: engine.num_starts == 2 and port.health is Health.READY)
+
+    asyncio.run(give_up())

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helmrec.engine.intake import Intake, IntakeRecipe
 from helmrec.errors import ConfigError
-from helmrec.model.weights import save_model
+from helmrec.model.weights import LoadedModel, save_model
 from helmrec.serve import child_process
 from helmrec.serve.app import make_app
+from helmrec.serve.engine_server import FrontDoor
 from helmrec.serve.joined_port import JoinedPort
 from helmrec.serve.node import make_port
 from helmrec.serve.port import Health
@@ -25,14 +27,20 @@ from tests.serve.asgi import Caller, wait_for
 from tests.serve.cases import as_request, rank_body
 from tests.serve.conftest import TOKEN
 from tests.serve.test_process_port import engine_config
+from tests.serve.test_resume import until
 
 ADMIN = {"authorization": f"Bearer {TOKEN}"}
+
+
+def second_model() -> LoadedModel:
+    """A model of another depth, which clients of the first can use unchanged."""
+    return tiny_model(1, num_layers=3)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("joined")
-    for name, made in (("tiny", tiny_model()), ("second", tiny_model(1))):
+    for name, made in (("tiny", tiny_model()), ("second", second_model())):
         save_model(path / name, made.config, made.dense, made.tables)
     return path
 
@@ -107,10 +115,11 @@ def test_a_model_that_the_first_front_swaps_in_is_served_by_all(fronts: Fronts) 
     before = fronts.joined.post("/v1/rank", rank_body()).json["scores"]
     assert fronts.joined.post("/v1/admin/model", {"name": "second"}, ADMIN).status >= 400
     assert fronts.first.post("/v1/admin/model", {"name": "second"}, ADMIN).status == 200
-    (expected,) = tiny_engine(tiny_model(1)).rank([as_request(rank_body())])
+    (expected,) = tiny_engine(second_model()).rank([as_request(rank_body())])
     assert np.abs(expected.scores - np.array(before)).max() > 1e-3
     for caller in (fronts.joined, fronts.first):
         np.testing.assert_allclose(caller.post("/v1/rank", rank_body()).json["scores"], expected.scores, rtol=1e-4)
+        assert caller.get("/v1/model").json["num_layers"] == 3
 
 
 def test_other_users_of_the_machine_cannot_join(fronts: Fronts, place: Path) -> None:
@@ -140,6 +149,51 @@ def test_a_joined_front_never_gives_up(tmp_path: Path, monkeypatch: pytest.Monke
             server.close()
 
     asyncio.run(join())
+
+
+class RecipeOnly:
+    """Stands in for an engine that fronts join: it gives a recipe, or fails to."""
+
+    def __init__(self, recipe: object) -> None:
+        self.recipe = recipe
+
+    async def intake_recipe(self) -> object:
+        if isinstance(self.recipe, Exception):
+            raise self.recipe
+        return self.recipe
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (IntakeRecipe('{"name": "later"}', 1, 100, bytes(32)), "ValidationError: "),
+        ({"model": 1}, "ValidationError: "),
+        (RuntimeError("CUDA error"), "RuntimeError: CUDA error"),
+    ],
+    ids=["model of another release", "recipe of another release", "unexpected error"],
+)
+def test_an_engine_that_cannot_be_joined_is_tried_again_and_the_cause_is_said(
+    recipe: object, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(child_process, "_FIRST_PAUSE_S", 0.001)
+    engine: Any = RecipeOnly(recipe)
+
+    async def join() -> None:
+        door = FrontDoor(str(tmp_path / "engine"), lambda: engine)
+        port = JoinedPort(str(tmp_path / "engine"), 1 << 20, tiny_model().config, 100)
+        port.start()
+        try:
+            await until(lambda: port.health is Health.RESTARTING)
+            assert f"it cannot be joined ({reason}" in str(port.reason)
+            engine.recipe = Intake(tiny_model().config, 1, 100).recipe
+            await until(lambda: port.health is Health.READY)
+        finally:
+            await port.close()
+            door.close()
+
+    asyncio.run(join())
+    ends = [record for record in caplog.records if record.message == "the engine of another front ended"]
+    assert reason in str(vars(ends[0])["reason"])
 
 
 def test_a_process_that_fails_a_thousand_times_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,12 @@ import pytest
 
 from helmrec.clock import MonotonicClock
 from helmrec.engine.engine import Engine
-from helmrec.errors import DeadlineExceeded, EngineClosed, QueueFull, RequestError
+from helmrec.errors import DeadlineExceeded, EngineClosed, ModelError, QueueFull, RequestError
+from helmrec.serve.app import make_app
 from helmrec.serve.port import Health, InProcessPort
+from helmrec.serve.settings import ServeConfig
 from tests.helpers import tiny_engine
+from tests.serve.asgi import send
 from tests.serve.cases import rank_requests
 
 
@@ -96,5 +99,24 @@ def test_a_closed_port_refuses_and_a_port_never_started_closes() -> None:
         with pytest.raises(EngineClosed):
             await port.submit(rank_requests(1))
         await InProcessPort(live_engine()).close()
+
+    asyncio.run(ask())
+
+
+def test_an_engine_whose_model_is_corrupt_is_not_ready_and_says_why() -> None:
+    async def ask() -> None:
+        async with running(live_engine()) as port:
+            app = make_app(port, ServeConfig(policy="none"))
+            assert (await send(app, "GET", "/readyz")).status == 200
+            port.engine._stop_serving(ModelError("item.safetensors is corrupt"))
+            async with asyncio.timeout(10):
+                while port.health is Health.READY:
+                    await asyncio.sleep(0.005)
+            for path in ("/readyz", "/healthz"):
+                reply = await send(app, "GET", path)
+                assert (reply.status, reply.json) == (
+                    503,
+                    {"status": "failed", "reason": "item.safetensors is corrupt"},
+                )
 
     asyncio.run(ask())

@@ -1,6 +1,7 @@
 """The front's side of the keeper: updates of rows do not hold up its loop, and stay in order."""
 
 import asyncio
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 from helmrec.cluster import engines
 from helmrec.cluster.engines import EnginesPort, make_engines
 from helmrec.engine.intake import RowUpdate, prepare_rows
+from helmrec.errors import RowsNotSynced
 from helmrec.model.weights import save_model
 from helmrec.serve import host_log, row_keeper
 from helmrec.serve.host_log import HostLog
@@ -108,6 +110,20 @@ def test_the_log_of_a_host_checks_beside_its_loop_and_in_order(folder: Path, mon
     asyncio.run(update(log.update_rows))
     assert sent == [0, 1, 2]
     assert threading.main_thread() not in prepare.threads
+    log.close()
+
+
+def test_an_update_whose_log_cannot_be_synced_is_in_the_log_and_the_error_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("os.fdatasync", fail)
+    log = HostLog(folder, engine_config(host_rows_bytes="1MiB"))
+    with pytest.raises(RowsNotSynced, match="Input/output error"):
+        asyncio.run(log.update_rows("item", [1], [[0.5] * 16]))
+    assert log.num_bytes > 0
     log.close()
 
 

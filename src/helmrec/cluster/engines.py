@@ -60,6 +60,7 @@ T = TypeVar("T")
 _LOOK_EVERY_S = 0.5
 _SKETCH_EVERY_S = 2.0
 _FIRST_LOOK_EVERY_S = 0.05  # until all engines are ready
+_ANSWER_S = 5.0  # for the state of an engine, which the others are not to wait for
 
 
 def make_engines(
@@ -170,11 +171,13 @@ class EnginesPort:
 
     @property
     def health(self) -> Health:
-        """Ready while some engine is; at the start, once every engine is ready or has failed."""
+        """Ready while some engine is and files are right; at the start, once every engine is ready or has failed."""
         states = {port.health for port in self._ports}
         if self._is_closed:
             return Health.CLOSED
-        if states == {Health.FAILED} or (not self._has_started and self._keeper_reasons(Health.FAILED)):
+        if self._corrupt is not None or states == {Health.FAILED}:
+            return Health.FAILED
+        if not self._has_started and self._keeper_reasons(Health.FAILED):
             return Health.FAILED
         if not self._has_started:
             return Health.STARTING
@@ -183,7 +186,8 @@ class EnginesPort:
     @property
     def reason(self) -> str | None:
         down = [f"{name}: {port.reason}" for name, port in zip(self._names, self._ports, strict=True) if port.reason]
-        return "; ".join([*self._keeper_reasons(*Health), *down]) or None
+        corrupt = [] if self._corrupt is None else [str(self._corrupt)]
+        return "; ".join([*corrupt, *self._keeper_reasons(*Health), *down]) or None
 
     def _keeper_reasons(self, *states: Health) -> list[str]:
         return [] if self.tables is None else self.tables.reasons(*states)
@@ -204,16 +208,19 @@ class EnginesPort:
         self._watch = asyncio.get_running_loop().create_task(self._look_after())
 
     async def _look_after(self) -> None:
-        """Keep the router's view of the engines up to date."""
+        """Keep the router's view of the engines up to date, of each by itself: one that hangs delays no other."""
         await asyncio.to_thread(warm_up, self._policy, self._settings)
+        await asyncio.gather(*(self._look_after_one(node) for node in range(len(self._ports))))
+
+    async def _look_after_one(self, node: int) -> None:
         while True:
-            for node in range(len(self._ports)):
-                try:
+            try:
+                async with asyncio.timeout(_ANSWER_S):
                     await self._look_at(node)
-                except EngineClosed:
-                    self._lose(node)
-                except Exception as error:  # the engine is routed to by its last report
-                    self._failures.note("reports of engines", error)
+            except EngineClosed:
+                self._lose(node)
+            except Exception as error:  # the engine is routed to by its last report
+                self._failures.note("reports of engines", error)
             self._has_started |= all(
                 seen.num_reports or port.health is Health.FAILED
                 for seen, port in zip(self._seen, self._ports, strict=True)
@@ -326,13 +333,11 @@ class EnginesPort:
         return replace(stats, row_stream=stream)
 
     async def _answers(self, ask: Callable[[ProcessPort], Awaitable[T]]) -> dict[str, T]:
-        """Answers of the engines that are ready; EngineClosed if none is."""
-        found: dict[str, T] = {}
-        for name, port in zip(self._names, self._ports, strict=True):
-            with suppress(EngineClosed):
-                found[name] = await ask(port)
+        """Ask all engines at once; return the answers of those that answer in time. EngineClosed if none does."""
+        answers = await asyncio.gather(*(_in_time(ask(port)) for port in self._ports))
+        found = {name: each for name, each in zip(self._names, answers, strict=True) if each is not None}
         if not found:
-            raise EngineClosed("no engine is ready" + (f": {self.reason}" if self.reason else ""))
+            raise EngineClosed("no engine answers" + (f": {self.reason}" if self.reason else ""))
         return found
 
     async def move_alpha(self, alpha: float) -> None:
@@ -393,6 +398,14 @@ class EnginesPort:
             self.logs.close()
         if self._check is not None:
             await asyncio.to_thread(self._check.close)
+
+
+async def _in_time(answer: Awaitable[T]) -> T | None:
+    """Wait for the answer of an engine; None if it has ended or does not answer in time."""
+    with suppress(EngineClosed, TimeoutError):
+        async with asyncio.timeout(_ANSWER_S):
+            return await answer
+    return None
 
 
 def _since_ms(came_s: float) -> float:

@@ -127,6 +127,7 @@ class Engine:
         self._failures = FailureLog(log, self._clock)
         self._costs = Estimator()
         self._file_check: FileCheck | None = None
+        self.file_problem: ModelError | None = None  # why requests are refused: names the corrupt file
         for line in str(self.report()).splitlines():
             log.info("%s", line.strip())
 
@@ -153,6 +154,7 @@ class Engine:
 
     def _stop_serving(self, problem: ModelError) -> None:
         """Refuse waiting and later requests, since a file of the model is corrupt."""
+        self.file_problem = problem
         self._scheduler.drain(EngineClosed(f"serving has stopped: {problem}"))
 
     def rank(self, requests: Sequence[RankRequest]) -> list[RankResult]:

@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from helmrec.errors import ConfigError, ModelError, RowLogError
+from helmrec.errors import ConfigError, ModelError, RowLogError, RowsNotSynced
 from helmrec.types import IntArray
 
 log = logging.getLogger("helmrec.engine")
@@ -213,7 +213,7 @@ class RowLog:
                 except OSError as error:
                     self._problem = f"{self.path} cannot be brought to disk: {error.strerror}"
             if self._problem is not None:
-                raise RowLogError(f"{self._problem}; the update is visible, and may be lost with the machine's power")
+                raise RowsNotSynced(f"{self._problem}; the update is visible, and may be lost with the machine's power")
 
     def _sync(self, descriptor: int, end: int) -> None:
         if not self._is_named:

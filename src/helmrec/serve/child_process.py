@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from helmrec.errors import EngineClosed, QueueFull, TooLarge
+from helmrec.errors import EngineClosed, ModelError, QueueFull, TooLarge
 from helmrec.failures import FailureLog
 from helmrec.serve.port import Health
 from helmrec.serve.prepared_wire import PrepareAgain, unpack_recipe
@@ -36,7 +36,7 @@ Parts = Sequence[bytes | memoryview]
 
 
 class ChildProcess:
-    """Runs one process at a time. Used in one event loop."""
+    """Runs one process at a time. Used in one event loop. Gives up if one that served ends with ModelError."""
 
     kind: ClassVar[str]  # in logs and errors
     module: ClassVar[str]  # that the process runs
@@ -53,6 +53,7 @@ class ChildProcess:
         self._failures = FailureLog(log)
         self._resuming: asyncio.Task[None] | None = None  # referenced here: the event loop keeps weak references
         self._failure: str | None = None  # reason that the process gave before it ended
+        self._is_model_corrupt = False  # found beside serving: another process would serve the same files
         self._link: Link | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pending: dict[int, asyncio.Future[Any]] = {}
@@ -173,6 +174,7 @@ class ChildProcess:
             was_ever_ready |= self._was_ready
             num_failed = 0 if self._was_ready else num_failed + 1
             is_hopeless = not was_ever_ready and num_failed >= (self.most_failed_starts or math.inf)
+            is_hopeless |= self._is_model_corrupt
             self.health = Health.FAILED if is_hopeless else Health.RESTARTING
             log.error("the %s ended", self.kind, extra={"reason": self.reason, "gives_up": is_hopeless})
             if is_hopeless:
@@ -278,7 +280,8 @@ class ChildProcess:
             assert self._link is not None
             self._resuming = asyncio.create_task(self._resume(self._link))
         elif frame.kind == FrameKind.FAILED:
-            self._failure = str(unpack_error(frame.payload))
+            error = unpack_error(frame.payload)
+            self._failure, self._is_model_corrupt = str(error), self._was_ready and isinstance(error, ModelError)
             self._ended.set()
         elif frame.kind == FrameKind.NOTICE:
             self._notice(frame)

@@ -32,7 +32,7 @@ from helmrec.user_ids import check_user_id, path_text
 
 _REFUSALS = (
     *(errors.DeadlineExceeded, errors.DiskTooSlow, errors.EngineClosed, errors.Forgotten, errors.NonFiniteScores),
-    *(errors.QueueFull, errors.RowsUnreadable, errors.RowLogError),
+    *(errors.QueueFull, errors.RowsUnreadable, errors.RowLogError, errors.RowsNotSynced),
 )
 _STORE_ERRORS = (errors.DiskFull, errors.HistoryFull, errors.HistoryUnavailable, errors.TablesTooSmall)
 _ERRORS: dict[str, type[HelmRecError]] = {kind.__name__: kind for kind in (*_REFUSALS, *_STORE_ERRORS)}

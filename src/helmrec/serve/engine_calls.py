@@ -47,9 +47,9 @@ class EngineCalls(ChildProcess):
         raise EngineClosed(f"the model was replaced {_MOST_TRIES} times while a request was on its way")
 
     def _use(self, recipe: IntakeRecipe) -> None:
-        """Prepare requests from this recipe from now on."""
+        """Prepare requests from this recipe, and show its model, from now on."""
         if recipe != self.intake.recipe:
-            self.intake = Intake.of(recipe)
+            self.intake, self.model = Intake.of(recipe), ModelConfig.model_validate_json(recipe.model)
 
     async def prefill(self, request: PrefillRequest, spent_ms: float = 0.0) -> PrefillResult:
         link = self._need_link()

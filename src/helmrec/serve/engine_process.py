@@ -86,7 +86,7 @@ class EngineProcess(EngineServer):
         while port.health is Health.READY and not self._is_over.is_set():
             await asyncio.sleep(_LOOK_EVERY_S)
         if port.health is Health.FAILED:
-            self._give_up(RuntimeError(port.reason))
+            self._give_up(port.current.engine.file_problem or RuntimeError(port.reason))
 
 
 def main(arguments: list[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Never
 from numpy.typing import ArrayLike
 
 from helmrec.control.rebalancer import Mode
-from helmrec.errors import HelmRecError, RequestError
+from helmrec.errors import RequestError
 from helmrec.model.config import ModelConfig
 from helmrec.serve.engine_calls import EngineCalls
 from helmrec.serve.port import Health
@@ -81,10 +81,11 @@ class JoinedPort(EngineCalls):
     async def _resume(self, link: Link) -> None:
         try:
             await self._take_recipe(link)
-        except HelmRecError as error:
-            self.end(f"it does not answer ({error})")
+        except Exception as error:  # the engine's failure, or a recipe of another release
+            if self._link is link:  # else the engine has ended, and that is the reason
+                self._failures.note("joining an engine", error)
+                self.end(f"it cannot be joined ({type(error).__name__}: {_one_line(error)})")
             return
-        self.model = ModelConfig.model_validate_json(self.intake.recipe.model)
         self._serve(link)
 
     async def move_alpha(self, alpha: float) -> None:
@@ -95,6 +96,10 @@ class JoinedPort(EngineCalls):
 
     async def update_rows(self, table: str, ids: Ids, values: ArrayLike) -> None:
         _refuse("table", table)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _refuse(field: str, value: object) -> Never:

@@ -128,17 +128,11 @@ class FollowsRows(Protocol):
     """Brings new rows to an engine: `deltas.consumer.RowConsumer`, or `serve.shared_rows.SharedRows`."""
 
     def follow_models(self, swap: SwapModel) -> None: ...
-
     def reject_model(self, reason: str) -> None: ...
-
     def start(self) -> None: ...
-
     def catch_up(self) -> None: ...
-
     def apply(self, now: float) -> bool: ...
-
     def stats(self) -> RowStreamStats | None: ...
-
     def close(self) -> None: ...
 
 
@@ -358,7 +352,8 @@ class InProcessPort:
                 self._snapshots.keep(self.engine, self._steering)
             self.health = Health.CLOSED
         except Exception as error:
-            self.health, self.reason = Health.FAILED, f"{type(error).__name__} in the engine"
+            self.reason = str(self.engine.file_problem or f"{type(error).__name__} in the engine")
+            self.health = Health.FAILED
             log.exception("the engine failed")
         finally:
             self._close()
@@ -384,6 +379,8 @@ class InProcessPort:
     def _step_until_over(self) -> None:
         is_behind = False  # whether more rows are to be written at once
         while not self._is_over:
+            if self.engine.file_problem is not None:
+                raise self.engine.file_problem
             self._has_work.clear()  # before the step: a request submitted during it must end the wait
             if self.engine.step():
                 PROCESS.when_busy()

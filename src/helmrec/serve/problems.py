@@ -44,6 +44,8 @@ _HISTORY_DETAILS: dict[type[HistoryError], str] = {  # the first match is used: 
 _DISK_DETAILS: dict[type[HelmRecError], str] = {
     errors.RowsUnreadable: "rows of the request cannot be read from the server's disk; the server's log says why",
     errors.RowLogError: "the update cannot be written to the server's disk; no row was changed",
+    errors.RowsNotSynced: "the update is served, but the server cannot sync its log to the disk: it may be lost if the "
+    "machine loses power; restart the server, then send the update again",
 }
 SHOWN_HISTORY_ERRORS = tuple(_HISTORY_DETAILS)  # clients see these; other errors of a store go to the log only
 
