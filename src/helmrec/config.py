@@ -37,8 +37,8 @@ AutoBytes = Annotated[
 
 
 RoundedKV = Literal["fp8_e4m3", "int8"]
-FixedKVDtype = Literal["model"] | RoundedKV
-KVDtype = FixedKVDtype | Literal["auto"]
+FixedKVDtype = Literal["model", RoundedKV]
+KVDtype = Literal[FixedKVDtype, "auto"]
 ComputeDtype = Literal["model", "fp8_e4m3"]
 FixedRowDtype = FixedKVDtype
 RowDtype = KVDtype

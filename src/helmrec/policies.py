@@ -27,7 +27,7 @@ def check_policy(text: str) -> None:
 
 
 def make_policy(text: str) -> Policy:
-    """Create the policy for `static:ALPHA` or a name, within the limits that hold for every policy."""
+    """Create the policy for `static:ALPHA`, which goes there at once, or for a name, within limits."""
     from helmrec.control.helm import Helm  # noqa: PLC0415
     from helmrec.control.policy import Limited, Limits  # noqa: PLC0415
     from helmrec.control.static import Static, StaticSettings  # noqa: PLC0415

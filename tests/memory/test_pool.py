@@ -1,3 +1,4 @@
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from helmrec.errors import AlphaOutOfRange, ConfigError, PoolTooSmall
 from helmrec.memory.boundary import moves_between_steps
 from helmrec.memory.embedding_cache import ABSENT
 from helmrec.memory.ledger import Owner
-from helmrec.memory.pool import Demand, Pool
+from helmrec.memory.pool import Demand, Pool, _least_pages
 from helmrec.memory.row_cache import Slots
 from tests.helpers import host_rows, tiny_config, tiny_geometry
 from tests.memory.test_kv_cache import make_history
@@ -267,3 +268,14 @@ def test_the_old_name_of_unmatched_histories_still_works_and_warns() -> None:
     stats = make_pool().stats()
     with pytest.warns(DeprecationWarning, match="unmatched_histories"):
         assert stats.strangers == stats.unmatched_histories == 0
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.4, 0.5, 0.93, 0.999])
+@pytest.mark.parametrize("request_pages", [1, 17, 400])
+def test_the_smallest_pool_that_is_named_has_room_and_no_smaller_one_has(request_pages: int, alpha: float) -> None:
+    def room(num_pages: int) -> int:
+        return num_pages - math.floor(alpha * num_pages + 0.5)
+
+    least = _least_pages(request_pages, alpha)
+    assert room(least) >= request_pages
+    assert least == request_pages + 1 or room(least - 1) < request_pages

@@ -69,7 +69,7 @@ def test_scores_that_are_not_finite_are_an_error_that_says_so(path: str) -> None
         ({"items": "123"}, "items", "123"),
         ({"user_id": -4}, "user_id", -4),
         ({"user_id": 1 << 63}, "user_id", str(1 << 63)),
-        ({"shoes": 1}, "shoes", None),
+        ({"shoes": 1}, "shoes", 1),
         ({"candidates": []}, "candidates", 0),
         ({"context": {"country": 3}}, "context", "['country']"),
         ({"context": {"country": 3, "hour": 24}}, "context['hour']", 24),

@@ -11,11 +11,12 @@ from starlette.types import Message
 
 from helmrec.errors import RequestError
 from helmrec.serve.bodies import Bodies, decode
-from helmrec.serve.schema import AlphaBody, RankBody
+from helmrec.serve.schema import AlphaBody, BulkBody, RankBody
 from tests.serve.asgi import Caller
 
 RANK = msgspec.json.Decoder(RankBody)
 ALPHA = msgspec.json.Decoder(AlphaBody)
+BULK = msgspec.json.Decoder(BulkBody)
 
 
 @pytest.mark.parametrize(
@@ -23,12 +24,24 @@ ALPHA = msgspec.json.Decoder(AlphaBody)
     [
         (ALPHA, b'{"alpha": "x"}', "alpha: float is needed, not str, got 'x'"),
         (ALPHA, b'{"alpha": 1.5}', "alpha: float <= 1.0 is needed, got 1.5"),
-        (ALPHA, b'{"beta": 1}', "beta: not a known field, got None"),
+        (ALPHA, b'{"beta": 1}', "beta: not a known field, got 1"),
         (ALPHA, b"[]", "body: object is needed, not array, got '[]'"),
         (ALPHA, b'{"alpha": {"deep": [1, 2]}}', "alpha: float is needed, not object, got '{\"deep\": [1, 2]}'"),
         (RANK, b'{"user_id": -1}', "user_id: int >= 0 is needed, got -1"),
         (RANK, b'{"user_id": ' + b"9" * 5000 + b"}", f"user_id: Integer value out of range, got '{'9' * 100}…'"),
-        (RANK, b'{"user_id": 1, "features": {"a": [1, null]}}', "features[...][1]: int is needed, not null, got None"),
+        (RANK, b'{"user_id": 1, "features": {"a": [1, null]}}', "features.a[1]: int is needed, not null, got None"),
+        (
+            RANK,
+            b'{"user_id": 1, "context": {"hour": 1, "country": "de"}}',
+            "context.country: int is needed, not str, got 'de'",
+        ),
+        (RANK, b'{"user_id": 1, "features": {"a": [1], "b": "x"}}', "features.b: array is needed, not str, got 'x'"),
+        (
+            BULK,
+            b'{"appends": [{"user_id": 1, "items": []}]}',
+            "appends[0].actions: is required, got None",
+        ),
+        (BULK, b'{"appends": [{"user_id": 1, "foo": [2]}]}', "appends[0].foo: not a known field, got '[2]'"),
     ],
 )
 def test_field_and_value_are_named(decoder: msgspec.json.Decoder[object], body: bytes, message: str) -> None:

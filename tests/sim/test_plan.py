@@ -1,5 +1,6 @@
 """The planner: more load needs more nodes, and what it says is what a simulated cluster does."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ from helmrec.traffic.imported import ImportConfig, trace_of_log
 from helmrec.traffic.importers import Log
 
 
-def planned(**changes: Any) -> Plan:
+def planned(on_run: Callable[[str], None] = lambda _: None, **changes: Any) -> Plan:
     crowd: dict[str, Any] = {"history": 2_000, "hot_users": 300, "requests_per_run": 300}
     settings: dict[str, Any] = {"rate": 1_500.0, "slo_ms": 20.0, "pool_bytes": "8GB", **crowd}
-    return make_plan(PlanConfig(**settings | changes), default_cost())
+    return make_plan(PlanConfig(**settings | changes), default_cost(), on_run)
 
 
 def test_a_plan_meets_its_slo_and_more_load_needs_more_nodes() -> None:
@@ -43,7 +44,9 @@ def test_a_plan_without_enough_nodes_has_no_number_of_nodes() -> None:
 
 
 def test_a_limit_below_the_time_of_one_request_is_out_of_reach_at_any_size() -> None:
-    found = planned(slo_ms=0.5, max_nodes=2)
+    runs: list[str] = []
+    found = planned(runs.append, slo_ms=0.5, max_nodes=200)
+    assert not [run for run in runs if "200 nodes" in run], "no size is tried in vain"
     assert found.num_nodes is None
     assert found.unloaded_p99_ms is not None
     assert found.unloaded_p99_ms > 0.5

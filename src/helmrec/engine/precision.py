@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from helmrec.config import EngineConfig, FixedKVDtype, RoundedKV
-from helmrec.model.precision import ROUNDED, Precision, PrecisionVerdicts
+from helmrec.model.precision import LOW_PRECISIONS, ROUNDED, Precision, PrecisionVerdicts
 from helmrec.model.weights import LoadedModel
 
 # Largest difference of scores with and without caches that rounding explains.
@@ -78,7 +78,9 @@ def _choose(found: PrecisionVerdicts | None, candidates: Mapping[RoundedKV, Prec
     verdicts = {code: verdict for code, verdict in about.items() if verdict is not None}
     allowed = {code: verdict.figures.mean_difference for code, verdict in verdicts.items() if verdict.is_allowed}
     if not verdicts:
-        return _Choice("model", "the model folder has no check of this precision for these weights")
+        names = [name for name, precision in LOW_PRECISIONS.items() if precision in candidates.values()]
+        wanted = f"; helmrec model check --precision {' or '.join(names)} makes one" if names else ""
+        return _Choice("model", f"the model folder has no check of this precision for these weights{wanted}")
     if not allowed:
         objections = (f"{code}: {', '.join(verdict.objections)}" for code, verdict in verdicts.items())
         return _Choice("model", "; ".join(objections))

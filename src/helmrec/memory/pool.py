@@ -4,6 +4,7 @@ The pool decides; a `RowMover` moves data in memory. No torch here, so that test
 twin with it.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -49,10 +50,10 @@ class Pool:
         num_pages = config.sized_pool_bytes // geometry.page_bytes
         self._request_pages = geometry.pages_for(demand.request_tokens)
         if num_pages < self._request_pages + 1:
-            needed = (self._request_pages + 1) * geometry.page_bytes
+            needed = _least_pages(self._request_pages, config.alpha) * geometry.page_bytes
             raise PoolTooSmall(
                 f"pool_bytes must be at least {needed} for one request of {demand.request_tokens} tokens "
-                f"({self._request_pages} pages of {geometry.page_bytes} bytes, and one of rows), "
+                f"({self._request_pages} pages of {geometry.page_bytes} bytes) beside rows at alpha {config.alpha:g}, "
                 f"got {config.sized_pool_bytes}"
             )
         if num_pages * geometry.rows_per_page >= 1 << 31:
@@ -206,3 +207,13 @@ def make_host_rows(config: EngineConfig, geometry: PageGeometry, num_rows: int) 
     order = make_order(config.row_order, num_slots)
     admission = make_row_admission(config.row_admission, num_slots)
     return EmbeddingCache(num_rows, num_pages, geometry.rows_per_page, order, admission)
+
+
+def _least_pages(request_pages: int, alpha: float) -> int:
+    """Return the pages of the smallest pool in which this split leaves room for a request."""
+    if alpha == 1:
+        return request_pages + 1  # no pool has room at this split; the least that any split needs
+    num = max(request_pages + 1, math.floor(request_pages / (1 - alpha)))
+    while num - math.floor(alpha * num + 1 / 2) < request_pages:
+        num += 1
+    return num

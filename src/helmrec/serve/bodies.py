@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
 from helmrec.errors import RequestError
-from helmrec.serve.json_place import value_at
+from helmrec.serve.json_place import value_at, with_key
 
 DEADLINE_HEADER = "deadline-ms"
 _AT = re.compile(r"^(?P<problem>.*) - at `\$\.?(?P<path>.*)`$")
@@ -164,11 +164,15 @@ def parse_deadline(text: str | None) -> float | None:
 
 
 def _explained(message: str, body: bytes | memoryview) -> RequestError:
-    if named := _NAMED.match(message):
-        is_unknown = named["problem"] == "contains unknown"
-        return RequestError(named["name"][:_MAX_SHOWN], None, "not a known field" if is_unknown else "is required")
     at = _AT.match(message)
     problem, path = (at["problem"], at["path"]) if at else (message, "")
+    if named := _NAMED.match(problem):
+        field = ".".join(part for part in (path, named["name"][:_MAX_SHOWN]) if part)
+        if named["problem"] == "missing required":
+            return RequestError(field, None, "is required")
+        return RequestError(field, value_at(field, bytes(body), _MAX_SHOWN), "not a known field")
+    if expected := _EXPECTED.match(problem):
+        path = with_key(path, bytes(body), (expected["kind"] or "").strip("`")) or path
     problem = _EXPECTED.sub(_needed, problem).replace("`", "")
     return RequestError(path or "body", value_at(path, bytes(body), _MAX_SHOWN), problem)
 

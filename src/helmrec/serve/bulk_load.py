@@ -108,6 +108,7 @@ class BulkLoad:
         self._client = client
         self._sleep = sleep
         self._versions = dict[UserId, int]()  # of each user after the lines so far
+        self._wrong = dict[UserId, tuple[int, str]]()  # the first wrong line of a user, and why it is wrong
         self.report = BulkReport()
 
     def run(self, lines: Iterable[Line]) -> BulkReport:
@@ -165,5 +166,9 @@ class BulkLoad:
         elif (outcome.type or "").endswith(_BUSY):
             return False
         else:
-            report.bad.append((line.number, outcome.error))
+            number, error = self._wrong.setdefault(body.user_id, (line.number, outcome.error))
+            is_behind = number != line.number and outcome.error == error
+            report.bad.append(
+                (line.number, f"left out behind line {number} of its user" if is_behind else outcome.error)
+            )
         return True

@@ -6,6 +6,8 @@ not know types or requests.
 """
 
 import re
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,12 +21,49 @@ _COMMA, _QUOTE, _OPEN, _CLOSE = ord(","), ord('"'), b"[{", b"]}"
 _MARKS = (b'"', b"[", b"]", b"{", b"}")
 
 
+_ANY_KEY = "[...]"  # a step of a path: any key of an object
+_MOST_DECODED = 1 << 16  # bytes of a text that is decoded to find such a key
+_KINDS = dict[type, str](
+    [
+        (str, "str"),
+        (bool, "bool"),
+        (int, "int"),
+        (float, "float"),
+        (type(None), "null"),
+        (list, "array"),
+        (dict, "object"),
+    ]
+)
+
+
+def with_key(path: str, text: bytes, kind: str) -> str | None:
+    """Replace the step `[...]` by the first key with a value of this kind there; None: no key.
+
+    kind: as msgspec names it.
+    """
+    before, *after = path.split(_ANY_KEY)
+    if len(after) != 1 or len(text) > _MOST_DECODED:
+        return None
+    with suppress(LookupError, TypeError, ValueError, msgspec.DecodeError):
+        for key, value in _walk(msgspec.json.decode(text), before).items():
+            with suppress(LookupError, TypeError):
+                if _KINDS[type(_walk(value, after[0]))] == kind:
+                    return f"{before}.{key}{after[0]}"
+    return None
+
+
+def _walk(value: Any, path: str) -> Any:
+    for index, name in _STEP.findall(path):
+        value = value[int(index) if index else name]
+    return value
+
+
 def value_at(path: str, text: bytes, max_shown: int) -> str | int | float | bool | None:
     """Return a scalar as its value, anything else as the beginning of its text; None if there is no single value.
 
     The path is in the form of msgspec's messages, such as `items[1]`; a step `[...]` means any key of an object.
     """
-    if "[...]" in path:
+    if _ANY_KEY in path:
         return None
     place = _Place(text)
     try:

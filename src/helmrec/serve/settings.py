@@ -21,6 +21,7 @@ from helmrec.redaction import HIDDEN, redact, secrets_in_url
 
 T = TypeVar("T", bound=Frozen)
 ENVIRONMENT_PREFIX = "HELMREC_"
+_LEAST_TOKEN = 8  # characters
 
 
 class ServeConfig(Frozen):
@@ -41,9 +42,7 @@ class ServeConfig(Frozen):
         validate_default=True,
     )
     body_timeout_s: float = Field(30.0, gt=0, description="how long the body of a request may take to arrive")
-    admin_token: SecretStr | None = Field(
-        None, min_length=8, description="bearer token of admin calls; unset: they are refused"
-    )
+    admin_token: SecretStr | None = Field(None, description="bearer token of admin calls; unset: they are refused")
     engine_process: bool = Field(False, description="run the engine in its own process, restarted if it ends")
     engines: int = Field(
         1,
@@ -74,7 +73,9 @@ class ServeConfig(Frozen):
     history_path: str | None = Field(
         None, min_length=1, repr=False, description="folder or Redis of stored histories; unset: none are stored"
     )
-    policy: str = Field("helm", min_length=1, description="policy that moves the boundary: helm, static:ALPHA, or none")
+    policy: str = Field(
+        "helm", min_length=1, description="policy that moves the boundary: helm, ppo, static:ALPHA, or none"
+    )
     slo_ms: float = Field(80.0, gt=0, description="latency objective of a ranking call, shown on the dashboard")
     tick_s: float = Field(1.0, gt=0, description="time between two decisions of the policy")
     snapshot_path: str | None = Field(
@@ -103,6 +104,13 @@ class ServeConfig(Frozen):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe log line that is written; debug logs every request"
     )
+
+    @field_validator("admin_token")
+    @classmethod
+    def _is_long(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None and len(token.get_secret_value()) < _LEAST_TOKEN:
+            raise ValueError(f"at least {_LEAST_TOKEN} characters are needed")
+        return token
 
     @field_validator("max_bodies_bytes")
     @classmethod

@@ -33,6 +33,7 @@ ALPHAS = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8)
 _WARM_UP = 0.5  # share of a run that fills the caches and is left out of the results
 _UNLOADED = 200  # SLOs between two requests of a node without load
 _CHECKED_NODES = 4  # size of the cluster simulated at the end
+_FEW_USERS, _FEW_REQUESTS = 10, 200  # so that some requests find all they need
 
 
 class PlanConfig(Frozen):
@@ -99,20 +100,32 @@ class Plan(NamedTuple):
 
 def make_plan(config: PlanConfig, cost: CostModel, on_run: Callable[[str], None] = lambda _: None) -> Plan:
     """Find the fewest nodes for a load. `on_run` gets a description of each simulation before it starts."""
+    on_run("one node at a low load")
+    if _fastest_ms(config, cost) > config.slo_ms:  # then a search would try every size in vain
+        unloaded = _unloaded(config, cost, on_run)
+        return _check(config, cost, unloaded)._replace(num_nodes=None, unloaded_p99_ms=unloaded.p99_ms)
     best = _fewest(config, lambda num: _best_split(config, cost, num, on_run))
     found = best or _best_split(config, cost, config.max_nodes, on_run)
     on_run(f"a cluster at {found.num_nodes} nodes")
     checked = _check(config, cost, found)
     if best is not None:
         return checked
-    return checked._replace(num_nodes=None, unloaded_p99_ms=_unloaded_p99_ms(config, cost, on_run))
+    return checked._replace(num_nodes=None, unloaded_p99_ms=_unloaded(config, cost, on_run).p99_ms)
 
 
-def _unloaded_p99_ms(config: PlanConfig, cost: CostModel, on_run: Callable[[str], None]) -> float:
-    """P99 with so many nodes that a request finds a node busy in fewer than 1 of 200 cases, if it can meet the SLO."""
+def _fastest_ms(config: PlanConfig, cost: CostModel) -> float:
+    """Latency of the fastest request of a node with little to do: no split and no number of nodes has a lower P99."""
+    lone = config.model_copy(update={"rate": 1.0, "hot_users": _FEW_USERS, "requests_per_run": _FEW_REQUESTS})
+    trace = _share(lone, 1, 1)
+    result = simulate(trace, _node(lone, trace, 1 / 2), cost, Static(StaticSettings(alpha=1 / 2)))
+    return float(result.outcomes.latency_ms[result.outcomes.status == Status.SERVED].min())
+
+
+def _unloaded(config: PlanConfig, cost: CostModel, on_run: Callable[[str], None]) -> Point:
+    """So many nodes that a request finds a node busy in fewer than 1 of 200 cases, if it can meet the SLO."""
     num_nodes = math.ceil(config.rate / (1 - config.headroom) * _UNLOADED * config.slo_ms / 1e3)
     few = config.model_copy(update={"requests_per_run": min(1_000, config.requests_per_run)})
-    return _best_split(few, cost, num_nodes, on_run).p99_ms
+    return _best_split(few, cost, num_nodes, on_run)
 
 
 def _fewest(config: PlanConfig, point: Callable[[int], Point]) -> Point | None:
