@@ -1,6 +1,7 @@
 """Open-loop load: what is offered, and what latency means."""
 
 import json
+import re
 import time
 from array import array
 from pathlib import Path
@@ -101,19 +102,32 @@ def test_a_rate_that_is_none_is_refused(rate: float) -> None:
         arrival_times(np.zeros(3), rate, 0)
 
 
-def test_the_command_offers_a_trace_and_writes_what_it_saw(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def load_command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """`helmrec load` of a small model with a small trace."""
+    folder = tmp_path_factory.mktemp("load")
     shape = preset("amazon-video-games").stretched(40)
     trace = generate(family("steady", type(shape)(**shape.model_dump() | {"rate": 50.0, "duration_s": 1.0})), seed=0)
-    write_trace(trace, tmp_path / "trace.parquet")
-    init_model(tmp_path / "model", profile("demo", trace.catalogue.num_items), 0)
-    command = ["load", str(tmp_path / "model"), "--trace", str(tmp_path / "trace.parquet"), "--rate", "100"]
-    done = CliRunner().invoke(app, [*command, "--requests", "20", "--out", str(tmp_path / "result.json")])
+    write_trace(trace, folder / "trace.parquet")
+    init_model(folder / "model", profile("demo", trace.catalogue.num_items), 0)
+    return ["load", str(folder / "model"), "--trace", str(folder / "trace.parquet"), "--rate", "100"]
+
+
+def test_the_command_offers_a_trace_and_writes_what_it_saw(load_command: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [*load_command, "--requests", "20", "--out", str(tmp_path / "result.json")])
     assert done.exit_code == 0, done.output
     assert "20 / 20" in done.output
     assert json.loads((tmp_path / "result.json").read_text())["answered"] == 20
-    refused = CliRunner().invoke(app, [*command, "--rate", "-1"])
+    refused = CliRunner().invoke(app, [*load_command, "--rate", "-1"])
     assert refused.exit_code == 2
     assert "rate must be more than 0, got -1" in refused.output
+
+
+def test_the_command_says_what_it_waits_for_without_a_terminal(load_command: list[str]) -> None:
+    done = CliRunner().invoke(app, [*load_command, "--requests", "20"])
+    loading, start = done.stderr.splitlines()[:2]
+    assert loading == "loading the model; the first run compiles, for about a minute"
+    assert re.fullmatch(r"20 requests over 0\.\d s", start)
 
 
 class Wants:

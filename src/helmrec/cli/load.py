@@ -88,6 +88,7 @@ def _started(folder: Path, config: EngineConfig, trace: Trace) -> Engine:
     from helmrec.engine.engine import Engine
     from helmrec.traffic.requests import rank_requests
 
+    err.print("loading the model; the first run compiles, for about a minute", highlight=False)
     with err.status("loading the model"):
         engine = Engine.from_model(folder, config)
         engine.rank([next(rank_requests(trace, engine.model_config))])  # compiles all loops
@@ -101,6 +102,7 @@ def _load_engine(
     from helmrec.traffic.requests import rank_requests
 
     requests = rank_requests(trace, engine.model_config)
+    _print_start(times_s)
     with Live(console=err, transient=True, auto_refresh=False) as live:
         return EngineLoad(engine, rebalancer).run(
             requests, times_s, lambda seen: live.update(_table(seen), refresh=True)
@@ -113,10 +115,16 @@ def _load_server(url: str, deadline_ms: float | None, trace: Trace, times_s: NDA
 
     load = HttpLoad(url, deadline_ms)
     model = load.model()
+    _print_start(times_s)
     with Live(console=err, transient=True, auto_refresh=False) as live:
         return load.run(
             rank_requests(trace, model), model, times_s, lambda seen: live.update(_table(seen), refresh=True)
         )
+
+
+def _print_start(times_s: NDArray[np.float64]) -> None:
+    last_s = float(times_s[-1]) if times_s.size else 0.0
+    err.print(f"{times_s.size:,} requests over {last_s:,.{0 if last_s >= 10 else 1}f} s", highlight=False)
 
 
 def _conclude(end: LoadSnapshot, results: Path | None) -> None:
