@@ -130,6 +130,14 @@ def test_the_command_says_what_it_waits_for_without_a_terminal(load_command: lis
     assert re.fullmatch(r"20 requests over 0\.\d s", start)
 
 
+def test_figures_of_no_requests_are_a_dash_and_null(load_command: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [*load_command, "--requests", "5", "--out", str(tmp_path / "result.json")])
+    assert re.search(r"refused after p99\W+-\W", done.stdout)
+    assert "nan" not in done.output
+    assert "NaN" not in (text := (tmp_path / "result.json").read_text())
+    assert json.loads(text)["refused_p99_ms"] is None
+
+
 class Wants:
     """A policy that asks for one split and counts its windows."""
 

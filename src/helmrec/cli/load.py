@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -134,11 +134,18 @@ def _conclude(end: LoadSnapshot, results: Path | None) -> None:
             f"the driver was up to {end.lag_p99_ms:.0f} ms late (p99): lower the rate, or use these figures with care"
         )
     if results is not None:
-        results.write_text(json.dumps(asdict(end), indent=2) + "\n")
+        results.write_text(_as_json(end) + "\n")
     if end.failures:
         cause, num = max(end.failures.items(), key=lambda each: each[1])
         print_error(f"{end.failed} of {end.offered} requests failed; {num} of them with: {cause}")
         raise typer.Exit(1)
+
+
+def _as_json(end: LoadSnapshot) -> str:
+    """The result as JSON, where a figure of no requests is null."""
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(end), indent=2).decode()
 
 
 def _rebalancer(engine: Engine, policy: str, slo_ms: float, decisions: Path | None) -> Rebalancer:
@@ -164,11 +171,19 @@ def _table(seen: LoadSnapshot) -> Table:
     rows = (
         ("offered / answered", f"{seen.offered:,} / {seen.answered:,} ({seen.answered / seen.elapsed_s:,.1f}/s)"),
         ("refused, failed", f"{refused}; {seen.failed}"),
-        ("refused after p99", f"{seen.refused_p99_ms:.1f} ms"),
-        ("latency p50 / p99", f"{seen.p50_ms:.1f} / {seen.p99_ms:.1f} ms (recent p99 {seen.recent_p99_ms:.1f})"),
-        ("driver late p99", f"{seen.lag_p99_ms:.1f} ms"),
+        ("refused after p99", _in_ms(seen.refused_p99_ms)),
+        (
+            "latency p50 / p99",
+            f"{_in_ms(seen.p50_ms)} / {_in_ms(seen.p99_ms)} (recent p99 {_in_ms(seen.recent_p99_ms)})",
+        ),
+        ("driver late p99", _in_ms(seen.lag_p99_ms)),
         ("tokens reused", f"{seen.pool.token_reuse_rate:.1%}"),
         ("rows hit", f"{seen.pool.row_hit_rate:.1%}"),
         ("alpha, target", f"{seen.pool.alpha:.3f}, {seen.pool.alpha_target:.3f}"),
     )
     return pairs_table(f"{seen.elapsed_s:.1f} s", rows)
+
+
+def _in_ms(value: float) -> str:
+    """A time, or `-` for that of no requests."""
+    return "-" if math.isnan(value) else f"{value:.1f} ms"
