@@ -138,6 +138,26 @@ def test_figures_of_no_requests_are_a_dash_and_null(load_command: list[str], tmp
     assert json.loads(text)["refused_p99_ms"] is None
 
 
+@pytest.mark.parametrize(
+    "option", ["--policy helm", "--decisions d.jsonl", "--pool 1GiB", "--alpha 0.4", "--device cpu", "--slo 80"]
+)
+def test_an_option_that_a_server_decides_itself_is_refused_by_name(option: str) -> None:
+    command = ["load", "http://127.0.0.1:9", "--trace", "nowhere", *option.split()]
+    refused = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert refused.exit_code == 2
+    assert re.search(rf"error: {option.split(maxsplit=1)[0]}[a-z-]* needs a model folder", refused.stderr)
+
+
+@pytest.mark.parametrize("policy", ["static:0.3", None])
+def test_decisions_that_cannot_be_explained_are_refused(policy: str | None, tmp_path: Path) -> None:
+    flags = [] if policy is None else ["--policy", policy]
+    path = tmp_path / "decisions.jsonl"
+    refused = CliRunner().invoke(app, ["load", "model", "--trace", "nowhere", "--decisions", str(path), *flags])
+    assert refused.exit_code == 2
+    assert f"policy {policy or 'none'} makes no decisions" in " ".join(refused.stderr.split())
+    assert not path.exists()
+
+
 class Wants:
     """A policy that asks for one split and counts its windows."""
 

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from helmrec.cli.console import check_writable, err, exit_on_error, out, pairs_table, print_error
 from helmrec.config import EngineConfig
-from helmrec.policies import POLICY_NAMES, check_policy, make_policy, needs_curves
+from helmrec.errors import ConfigError
+from helmrec.policies import POLICY_NAMES, check_policy, has_explanations, make_policy, needs_curves
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,9 +26,18 @@ if TYPE_CHECKING:
     from helmrec.traffic.trace import Trace
 
 _SLOW_DRIVER_MS = 5.0
+_MODEL_OPTIONS = {  # parameters that say how a model in this process is served
+    "pool": "--pool-bytes",
+    "alpha": "--alpha",
+    "device": "--device",
+    "policy": "--policy",
+    "decisions": "--decisions",
+    "slo_ms": "--slo-ms",
+}
 
 
 def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model folder, or a server's http:// address.")],
     trace_path: Annotated[Path, typer.Option("--trace", help="A trace file, from `helmrec trace`.")],
     rate: Annotated[float | None, typer.Option(help="Poisson requests per second; default: the trace's times.")] = None,
@@ -61,7 +71,7 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
 ) -> None:
     """Send the requests of a trace to a model at their times, and report latency from the time each was due.
 
-    A server has its own pool and policy: with a URL, the options for them are ignored. Status 1 if a request failed.
+    A server has its own pool and policy: with a URL, the options for them are refused. Status 1 if a request failed.
     """
     from helmrec.load import arrival_times
     from helmrec.traffic.trace_file import read_trace
@@ -69,19 +79,40 @@ def load(  # noqa: PLR0913, PLR0917 - one parameter per flag
     with exit_on_error():
         check_writable("--out", results)
         check_writable("--decisions", decisions)
+        is_server = model.startswith(("http://", "https://"))
+        if is_server:
+            _refuse_model_options(context)
+        _check_policy(policy, decisions)
         trace = read_trace(trace_path)
         times_s = arrival_times(trace.time_s, rate, seed)[:requests]
-        if model.startswith(("http://", "https://")):
+        if is_server:
             _conclude(_load_server(model, deadline_ms, trace, times_s), results)
             return
-        if policy is not None:
-            check_policy(policy)
         settings: dict[str, Any] = {"pool_bytes": pool, "alpha": alpha, "device": device, "deadline_ms": deadline_ms}
         settings["miss_curves"] = policy is not None and needs_curves(policy)
         with _started(Path(model), EngineConfig(**settings), trace) as engine:
             rebalancer = None if policy is None else _rebalancer(engine, policy, slo_ms, decisions)
             end = _load_engine(engine, rebalancer, trace, times_s)
         _conclude(end, results)
+
+
+def _refuse_model_options(context: typer.Context) -> None:
+    """Raise ConfigError if an option is given that a server decides itself."""
+    for name, flag in _MODEL_OPTIONS.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"{flag} needs a model folder: a server has its own pool and policy")
+
+
+def _check_policy(policy: str | None, decisions: Path | None) -> None:
+    """Raise ConfigError if there is no such policy, or if it makes no decisions that can be written."""
+    if policy is not None:
+        check_policy(policy)
+    if decisions is not None and (policy is None or not has_explanations(policy)):
+        raise ConfigError(
+            f"--decisions needs --policy {' or '.join(POLICY_NAMES)}: "
+            f"policy {policy or 'none'} makes no decisions that can be explained"
+        )
 
 
 def _started(folder: Path, config: EngineConfig, trace: Trace) -> Engine:
