@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from examples.histories import Histories, batches, read_histories
+from examples.histories import Histories, batches, histories_or_exit
 from examples.served import Judged, place_of, requests_of
 from examples.train_hstu import BATCH, NUM_NEGATIVES, as_batch, model_config, train
 from helmrec import Client, DeltaProducer, RankRequest
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=300, help="whose held-out events are asked for")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args()
-    data = read_histories(arguments.kind, arguments.data)
+    data = histories_or_exit(arguments.kind, arguments.data, BATCH)
     print(f"{len(data.users):,} users, {data.num_items:,} items", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         result = run(data, tuple(arguments.steps), arguments.push_every, arguments.users, Path(scratch))

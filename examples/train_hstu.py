@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from examples.histories import Example, Histories, batches, read_histories
+from examples.histories import Example, Histories, batches, histories_or_exit
 from examples.served import Judged, place_of, requests_of, serve, serve_over_http
 from helmrec import RankRequest
 from helmrec.model import EncoderConfig, HstuRanker, ModelConfig, RankBatch, TableConfig, save_model
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path, help="where to write what is asked, with labels, as JSON lines")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args()
-    data = read_histories(arguments.kind, arguments.data)
+    data = histories_or_exit(arguments.kind, arguments.data, BATCH)
     print(f"{len(data.users):,} users, {data.num_items:,} items", flush=True)
     started, cpu = time.perf_counter(), cpu_s()
     with tempfile.TemporaryDirectory() as scratch:

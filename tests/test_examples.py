@@ -1,11 +1,12 @@
 """The example trains, exports and serves what it trained; a small log of our own stands in for a public one."""
 
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from examples import train_and_stream
+from examples import train_and_stream, train_hstu
 from examples.histories import Histories, batches, read_histories
 from examples.train_hstu import as_batch, model_config, run
 
@@ -71,6 +72,21 @@ def test_held_out_events_are_never_learned_from(tmp_path: Path) -> None:
     learned = [example for [example] in batches(data, 1, np.random.default_rng(0))]
     assert len(learned) > 500
     assert all(example.end < example.history.items.size - 2 for example in learned)
+
+
+@pytest.mark.parametrize("example", [train_hstu, train_and_stream])
+def test_a_log_that_cannot_be_learned_from_is_one_line(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(tmp_path / "few.dat", num_users=2)
+    for name, problem in (("nowhere.dat", "no such file"), ("few.dat", "too few events")):
+        monkeypatch.setattr("sys.argv", ["example", "--data", str(tmp_path / name)])
+        with pytest.raises(SystemExit, match="2"):
+            example.main()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        assert problem in line
+        assert name in line
 
 
 @pytest.mark.slow
