@@ -31,8 +31,16 @@ def histories(tmp_path: Path) -> Histories:
     return read_histories("movietweetings", tmp_path / "ratings.dat", min_ratings=5)
 
 
-def test_a_trained_model_ranks_the_same_with_and_without_caches_and_above_popularity(tmp_path: Path) -> None:
+def test_a_trained_model_ranks_the_same_with_and_without_caches_and_above_popularity(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run(histories(tmp_path), num_steps=80, num_users=40, seed=0, folder=tmp_path / "model")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("training", "serving"))]
+    assert said == [
+        "training for 80 steps of 128 events",
+        "serving 80 requests, with all caches on and with none",
+        "serving them over HTTP",
+    ]
     cached, plain = result["all caches on"], result["all caches off"]
     assert result["ranks_that_differ"] == 0
     assert (cached["hr_at_10"], cached["ndcg_at_10"]) == (plain["hr_at_10"], plain["ndcg_at_10"])
@@ -83,10 +91,11 @@ def test_a_log_that_cannot_be_learned_from_is_one_line(
         monkeypatch.setattr("sys.argv", ["example", "--data", str(tmp_path / name)])
         with pytest.raises(SystemExit, match="2"):
             example.main()
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = (printed := capsys.readouterr()).err.splitlines()
         assert line.startswith("error: ")
         assert problem in line
         assert name in line
+        assert "the first run compiles" in printed.out
 
 
 @pytest.mark.slow
