@@ -1,5 +1,6 @@
 """A public log of ratings as histories to learn from and histories to be judged by."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from helmrec.errors import HelmRecError, TraceError
 from helmrec.traffic.importers import read_log
 from helmrec.types import IntArray
 
@@ -52,6 +54,22 @@ def read_histories(kind: str, path: Path, min_ratings: int = 20, min_events: int
     return Histories(users, int(number.max()) + 1, log.num_actions)
 
 
+def histories_or_exit(kind: str, path: Path, batch_size: int) -> Histories:
+    """Read a log to learn from; end the program with one line if it cannot be read or does not fill a batch."""
+    try:
+        data = read_histories(kind, path)
+        num_examples = len(examples_of(data))
+        if num_examples < batch_size:
+            raise TraceError(
+                f"{path} has too few events: of users with 5 events or more, of items with 20 ratings or more, "
+                f"{num_examples} can be learned from, and a batch takes {batch_size}"
+            )
+    except HelmRecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return data
+
+
 class Example(NamedTuple):
     """An event to predict from the events before it."""
 
@@ -63,9 +81,14 @@ class Example(NamedTuple):
         return int(self.history.items[self.end])
 
 
+def examples_of(data: Histories) -> list[Example]:
+    """Every event that may be learned from."""
+    return [Example(h, end) for h in data.users for end in range(1, h.items.size - HELD_OUT)]
+
+
 def batches(data: Histories, size: int, rng: np.random.Generator) -> Iterator[list[Example]]:
     """Yield every event that may be learned from once, in random order."""
-    examples = [Example(h, end) for h in data.users for end in range(1, h.items.size - HELD_OUT)]
+    examples = examples_of(data)
     order = rng.permutation(len(examples))
     for start in range(0, len(examples) - size + 1, size):
         yield [examples[i] for i in order[start : start + size]]

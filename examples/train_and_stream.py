@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from examples.histories import Histories, batches, read_histories
+from examples.histories import Histories, batches, histories_or_exit
 from examples.served import Judged, place_of, requests_of
 from examples.train_hstu import BATCH, NUM_NEGATIVES, as_batch, model_config, train
 from helmrec import Client, DeltaProducer, RankRequest
@@ -122,6 +122,7 @@ def run(data: Histories, steps: tuple[int, int], push_every: int, num_users: int
     asked = requests_of([data.users[i] for i in chosen], data.num_items)
     with DeltaProducer(str(folder / "deltas")) as producer:
         settings = {"pool_bytes": "32MiB", "alpha": 0.1, "kv_admission": "always", "row_deltas": folder / "deltas"}
+        print("starting a server", flush=True)
         server = ServerProcess.of_model(folder / "model", settings)
         try:
             before, _ = ask_all(server.url, asked)
@@ -163,7 +164,8 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=300, help="whose held-out events are asked for")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args()
-    data = read_histories(arguments.kind, arguments.data)
+    print(f"reading {arguments.data}; the first run compiles, for about a minute in all", flush=True)
+    data = histories_or_exit(arguments.kind, arguments.data, BATCH)
     print(f"{len(data.users):,} users, {data.num_items:,} items", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         result = run(data, tuple(arguments.steps), arguments.push_every, arguments.users, Path(scratch))

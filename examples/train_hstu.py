@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from examples.histories import Example, Histories, batches, read_histories
+from examples.histories import Example, Histories, batches, histories_or_exit
 from examples.served import Judged, place_of, requests_of, serve, serve_over_http
 from helmrec import RankRequest
 from helmrec.model import EncoderConfig, HstuRanker, ModelConfig, RankBatch, TableConfig, save_model
@@ -73,6 +73,7 @@ def as_batch(examples: Sequence[Example], window: int, candidates: IntArray) -> 
 
 def train(data: Histories, config: ModelConfig, num_steps: int, seed: int) -> HstuRanker:
     """Learn to tell the item that came next from others drawn at random."""
+    print(f"training for {num_steps:,} steps of {BATCH} events", flush=True)
     rng, ranker = np.random.default_rng(seed), HstuRanker(config, seed)
     optimiser = torch.optim.Adam(ranker.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, num_steps)
@@ -119,7 +120,9 @@ def run(
     asked = requests_of([data.users[i] for i in chosen], data.num_items)
     if held_out is not None:
         write_held_out(held_out, asked)
+    print(f"serving {len(asked):,} requests, with all caches on and with none", flush=True)
     cached, plain = (serve(folder, asked, with_caches=with_caches) for with_caches in (True, False))
+    print("serving them over HTTP", flush=True)
     with tempfile.TemporaryDirectory() as histories:
         over_http = serve_over_http(folder, asked, Path(histories) / "histories")
     return {
@@ -155,7 +158,8 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path, help="where to write what is asked, with labels, as JSON lines")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args()
-    data = read_histories(arguments.kind, arguments.data)
+    print(f"reading {arguments.data}; the first run compiles, for about a minute in all", flush=True)
+    data = histories_or_exit(arguments.kind, arguments.data, BATCH)
     print(f"{len(data.users):,} users, {data.num_items:,} items", flush=True)
     started, cpu = time.perf_counter(), cpu_s()
     with tempfile.TemporaryDirectory() as scratch:

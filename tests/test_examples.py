@@ -1,11 +1,12 @@
 """The example trains, exports and serves what it trained; a small log of our own stands in for a public one."""
 
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from examples import train_and_stream
+from examples import train_and_stream, train_hstu
 from examples.histories import Histories, batches, read_histories
 from examples.train_hstu import as_batch, model_config, run
 
@@ -30,8 +31,16 @@ def histories(tmp_path: Path) -> Histories:
     return read_histories("movietweetings", tmp_path / "ratings.dat", min_ratings=5)
 
 
-def test_a_trained_model_ranks_the_same_with_and_without_caches_and_above_popularity(tmp_path: Path) -> None:
+def test_a_trained_model_ranks_the_same_with_and_without_caches_and_above_popularity(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run(histories(tmp_path), num_steps=80, num_users=40, seed=0, folder=tmp_path / "model")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("training", "serving"))]
+    assert said == [
+        "training for 80 steps of 128 events",
+        "serving 80 requests, with all caches on and with none",
+        "serving them over HTTP",
+    ]
     cached, plain = result["all caches on"], result["all caches off"]
     assert result["ranks_that_differ"] == 0
     assert (cached["hr_at_10"], cached["ndcg_at_10"]) == (plain["hr_at_10"], plain["ndcg_at_10"])
@@ -71,6 +80,22 @@ def test_held_out_events_are_never_learned_from(tmp_path: Path) -> None:
     learned = [example for [example] in batches(data, 1, np.random.default_rng(0))]
     assert len(learned) > 500
     assert all(example.end < example.history.items.size - 2 for example in learned)
+
+
+@pytest.mark.parametrize("example", [train_hstu, train_and_stream])
+def test_a_log_that_cannot_be_learned_from_is_one_line(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(tmp_path / "few.dat", num_users=2)
+    for name, problem in (("nowhere.dat", "no such file"), ("few.dat", "too few events")):
+        monkeypatch.setattr("sys.argv", ["example", "--data", str(tmp_path / name)])
+        with pytest.raises(SystemExit, match="2"):
+            example.main()
+        (line,) = (printed := capsys.readouterr()).err.splitlines()
+        assert line.startswith("error: ")
+        assert problem in line
+        assert name in line
+        assert "the first run compiles" in printed.out
 
 
 @pytest.mark.slow

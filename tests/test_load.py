@@ -1,6 +1,7 @@
 """Open-loop load: what is offered, and what latency means."""
 
 import json
+import re
 import time
 from array import array
 from pathlib import Path
@@ -101,19 +102,60 @@ def test_a_rate_that_is_none_is_refused(rate: float) -> None:
         arrival_times(np.zeros(3), rate, 0)
 
 
-def test_the_command_offers_a_trace_and_writes_what_it_saw(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def load_command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """`helmrec load` of a small model with a small trace."""
+    folder = tmp_path_factory.mktemp("load")
     shape = preset("amazon-video-games").stretched(40)
     trace = generate(family("steady", type(shape)(**shape.model_dump() | {"rate": 50.0, "duration_s": 1.0})), seed=0)
-    write_trace(trace, tmp_path / "trace.parquet")
-    init_model(tmp_path / "model", profile("demo", trace.catalogue.num_items), 0)
-    command = ["load", str(tmp_path / "model"), "--trace", str(tmp_path / "trace.parquet"), "--rate", "100"]
-    done = CliRunner().invoke(app, [*command, "--requests", "20", "--out", str(tmp_path / "result.json")])
+    write_trace(trace, folder / "trace.parquet")
+    init_model(folder / "model", profile("demo", trace.catalogue.num_items), 0)
+    return ["load", str(folder / "model"), "--trace", str(folder / "trace.parquet"), "--rate", "100"]
+
+
+def test_the_command_offers_a_trace_and_writes_what_it_saw(load_command: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [*load_command, "--requests", "20", "--out", str(tmp_path / "result.json")])
     assert done.exit_code == 0, done.output
     assert "20 / 20" in done.output
     assert json.loads((tmp_path / "result.json").read_text())["answered"] == 20
-    refused = CliRunner().invoke(app, [*command, "--rate", "-1"])
+    refused = CliRunner().invoke(app, [*load_command, "--rate", "-1"])
     assert refused.exit_code == 2
     assert "rate must be more than 0, got -1" in refused.output
+
+
+def test_the_command_says_what_it_waits_for_without_a_terminal(load_command: list[str]) -> None:
+    done = CliRunner().invoke(app, [*load_command, "--requests", "20"])
+    loading, start = done.stderr.splitlines()[:2]
+    assert loading == "loading the model; the first run compiles, for about a minute"
+    assert re.fullmatch(r"20 requests over 0\.\d s", start)
+
+
+def test_figures_of_no_requests_are_a_dash_and_null(load_command: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [*load_command, "--requests", "5", "--out", str(tmp_path / "result.json")])
+    assert re.search(r"refused after p99\W+-\W", done.stdout)
+    assert "nan" not in done.output
+    assert "NaN" not in (text := (tmp_path / "result.json").read_text())
+    assert json.loads(text)["refused_p99_ms"] is None
+
+
+@pytest.mark.parametrize(
+    "option", ["--policy helm", "--decisions d.jsonl", "--pool 1GiB", "--alpha 0.4", "--device cpu", "--slo 80"]
+)
+def test_an_option_that_a_server_decides_itself_is_refused_by_name(option: str) -> None:
+    command = ["load", "http://127.0.0.1:9", "--trace", "nowhere", *option.split()]
+    refused = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert refused.exit_code == 2
+    assert re.search(rf"error: {option.split(maxsplit=1)[0]}[a-z-]* needs a model folder", refused.stderr)
+
+
+@pytest.mark.parametrize("policy", ["static:0.3", None])
+def test_decisions_that_cannot_be_explained_are_refused(policy: str | None, tmp_path: Path) -> None:
+    flags = [] if policy is None else ["--policy", policy]
+    path = tmp_path / "decisions.jsonl"
+    refused = CliRunner().invoke(app, ["load", "model", "--trace", "nowhere", "--decisions", str(path), *flags])
+    assert refused.exit_code == 2
+    assert f"policy {policy or 'none'} makes no decisions" in " ".join(refused.stderr.split())
+    assert not path.exists()
 
 
 class Wants:

@@ -39,6 +39,12 @@ def test_same_flags_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
     assert a != c
 
 
+def test_a_trace_that_cannot_fit_in_memory_is_refused_with_its_number_of_requests(tmp_path: Path) -> None:
+    code, output = trace("make", "--rate", "1e9", "--duration", "1e9", "--out", tmp_path / "t")
+    assert code == 2
+    assert "error: a trace of 1,000,000,000,000,000,000 requests" in output
+
+
 def test_histories_can_be_stretched(tmp_path: Path) -> None:
     assert trace("make", *SMALL, "--history", "8000", "--out", tmp_path / "t")[0] == 0
     backlog = read_trace(tmp_path / "t").backlog

@@ -8,7 +8,7 @@ import torch
 
 from helmrec.config import EngineConfig
 from helmrec.engine.setup import without_row_index
-from helmrec.errors import PoolTooSmall
+from helmrec.errors import ConfigError, PoolTooSmall
 from helmrec.kernels import row_table
 from helmrec.kernels.row_index import IndexForm
 from helmrec.kernels.row_table import Admission, RowTable
@@ -45,6 +45,11 @@ def test_an_index_on_the_host_is_not() -> None:
 def test_a_pool_smaller_than_its_index_is_refused_with_both_sizes() -> None:
     with pytest.raises(PoolTooSmall, match=r"more than \d+, the index of 1000000 rows, got 1048576"):
         without_row_index(EngineConfig(pool_bytes="1MiB", device="cuda"), GEOMETRY, 1_000_000)
+
+
+def test_a_host_tier_larger_than_the_host_is_refused_before_its_index_is_made() -> None:
+    with pytest.raises(ConfigError, match=f"no room in host memory for {1 << 60} bytes"):
+        tiny_engine(host_kv_bytes=1 << 60)
 
 
 def test_the_report_says_which_form_the_index_has_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

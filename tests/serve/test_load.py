@@ -114,4 +114,5 @@ def test_the_command_offers_a_trace_to_a_server_and_says_why_requests_fail(
     assert "20 of 20 requests failed; 20 of them with: status 500: " in failed.stderr
     assert done.exit_code == 0, done.output
     assert "20 / 20" in done.output
+    assert "20 requests over 0." in done.stderr
     assert json.loads((tmp_path / "result.json").read_text())["answered"] == 20

@@ -26,7 +26,7 @@ from helmrec.memory.device_rows import Capture, DeviceRows, RowPolicy
 from helmrec.memory.embedding_cache import EmbeddingCache
 from helmrec.memory.geometry import PageGeometry
 from helmrec.memory.pool import Demand, Pool, make_host_rows
-from helmrec.memory.row_master import HostRows, RowMaster
+from helmrec.memory.row_master import HostRows, RowMaster, check_host_room
 from helmrec.memory.tiered_rows import RowFile, TierConfig, TieredRows
 from helmrec.model.config import ModelConfig
 from helmrec.model.folder import find_rows
@@ -93,6 +93,7 @@ def build(model: LoadedModel, config: EngineConfig, progress: Progress) -> Parts
     kernels = row_kernels(_kernels(config), recoding)
     rows = _make_rows(shape, config, geometry, arena, kernels)
     demand = Demand(shape.num_rows, shape.max_prefix_tokens, config.max_batch_tokens)
+    check_host_room(config.host_kv_bytes)  # before the index of its pages is made
     pool = Pool(config, geometry, demand, arena, rows)
     stage = (
         HostRowStage(rows, arena, master, codec)

@@ -97,6 +97,11 @@ class LockedBuffer:
             self._unlock()
 
 
+def check_host_room(num_bytes: int) -> None:
+    """Raise ConfigError if the host does not give so much memory. None is kept."""
+    _anonymous(num_bytes).close()
+
+
 def _anonymous(num_bytes: int) -> mmap.mmap:
     try:
         memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -3,12 +3,14 @@
 NumPy draws everything that is independent per request; one compiled pass assigns users, another writes events.
 """
 
+import os
 from typing import NamedTuple
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from helmrec.errors import ConfigError
 from helmrec.traffic.epochs import Stretch, lay_out, plan_epochs
 from helmrec.traffic.popularity import Draws, draw_action, draw_event, prepare_draws, rules_at, user_word
 from helmrec.traffic.trace import Catalogue, Trace
@@ -17,9 +19,12 @@ from helmrec.types import IntArray
 
 Floats = NDArray[np.float64]
 
+_REQUEST_BYTES = 100  # that a request takes at least, while a trace is generated
+
 
 def generate(workload: Workload, seed: int) -> Trace:
-    """Generate a trace of all phases of the workload."""
+    """Generate a trace of all phases of the workload; ConfigError if it cannot fit in memory."""
+    _check_size(workload)
     rng = np.random.Generator(np.random.PCG64(seed))
     stretches = lay_out(workload)
     plan = plan_epochs(workload, stretches, seed)
@@ -54,6 +59,16 @@ def generate(workload: Workload, seed: int) -> Trace:
         action=events.action,
         timestamp_s=events.timestamp_s,
     )
+
+
+def _check_size(workload: Workload) -> None:
+    num_requests = sum(phase.duration_s * sum(phase.rate) / 2 for phase in workload.all_phases)
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_requests * _REQUEST_BYTES > memory_bytes:
+        raise ConfigError(
+            f"a trace of {num_requests:,.0f} requests (rate times duration) does not fit in the memory of this "
+            f"machine, {memory_bytes:,} bytes: lower the rate or the duration"
+        )
 
 
 class _Arrivals(NamedTuple):
