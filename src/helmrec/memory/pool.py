@@ -213,7 +213,7 @@ def _least_pages(request_pages: int, alpha: float) -> int:
     """Return the pages of the smallest pool in which this split leaves room for a request."""
     if alpha == 1:
         return request_pages + 1  # no pool has room at this split; the least that any split needs
-    num = max(request_pages + 1, math.floor(request_pages / (1 - alpha)))
+    num = max(request_pages + 1, math.floor((request_pages - 1 / 2) / (1 - alpha)))
     while num - math.floor(alpha * num + 1 / 2) < request_pages:
         num += 1
     return num
