@@ -275,8 +275,9 @@ def test_alpha_that_leaves_no_room_for_a_request_is_named_and_changes_nothing(en
 def test_a_pool_too_small_for_one_request_is_named(model: LoadedModel) -> None:
     page = tiny_geometry(model.config).page_bytes
     for pool_bytes in (1, page, 6 * page - 1):
-        with pytest.raises(PoolTooSmall, match=rf"pool_bytes must be at least {6 * page} .*got {pool_bytes}$"):
-            tiny_engine(model, pool_bytes=pool_bytes)
+        with pytest.raises(PoolTooSmall, match=rf"pool_bytes must be at least {8 * page} .*got {pool_bytes}$"):
+            tiny_engine(model, pool_bytes=pool_bytes, alpha=0.4)
+    tiny_engine(model, pool_bytes=8 * page, alpha=0.4).check()
     tiny_engine(model, pool_bytes=6 * page, alpha=0.1).check()
 
 
