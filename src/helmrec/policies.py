@@ -45,10 +45,5 @@ def make_policy(text: str) -> Policy:
 
 
 def needs_curves(text: str) -> bool:
-    """Whether the policy uses miss curves."""
-    return not text.startswith("static:")
-
-
-def has_explanations(text: str) -> bool:
-    """Whether the policy explains its decisions."""
+    """Whether the policy predicts latency from miss curves, and so explains its decisions."""
     return not text.startswith("static:")

@@ -52,6 +52,11 @@ def test_a_limit_below_the_time_of_one_request_is_out_of_reach_at_any_size() -> 
     assert found.unloaded_p99_ms > 0.5
 
 
+def test_a_pool_without_room_for_a_request_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pool_bytes must have room for one request at alpha"):
+        planned(pool_bytes="1MB")
+
+
 @pytest.mark.parametrize("needed", range(1, 40))
 def test_the_fewest_nodes_are_found_whatever_their_number(needed: int) -> None:
     config = PlanConfig(rate=1.0, max_nodes=32)

@@ -14,7 +14,7 @@ from rich.table import Table
 from helmrec.cli.console import check_writable, err, exit_on_error, out, pairs_table, print_error
 from helmrec.config import EngineConfig
 from helmrec.errors import ConfigError
-from helmrec.policies import POLICY_NAMES, check_policy, has_explanations, make_policy, needs_curves
+from helmrec.policies import POLICY_NAMES, check_policy, make_policy, needs_curves
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,7 +108,7 @@ def _check_policy(policy: str | None, decisions: Path | None) -> None:
     """Raise ConfigError if there is no such policy, or if it makes no decisions that can be written."""
     if policy is not None:
         check_policy(policy)
-    if decisions is not None and (policy is None or not has_explanations(policy)):
+    if decisions is not None and (policy is None or not needs_curves(policy)):
         raise ConfigError(
             f"--decisions needs --policy {' or '.join(POLICY_NAMES)}: "
             f"policy {policy or 'none'} makes no decisions that can be explained"

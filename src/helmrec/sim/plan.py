@@ -16,6 +16,7 @@ from helmrec.config import EngineConfig, FixedKVDtype, FixedRowDtype, Frozen
 from helmrec.control.static import Static, StaticSettings
 from helmrec.costs.calibrated import CostModel
 from helmrec.costs.routing import RouterCost
+from helmrec.errors import ConfigError
 from helmrec.model.profiles import profile
 from helmrec.router.policy import EmbKVAware
 from helmrec.sim.cluster import ClusterSimConfig, Fleet, simulate_cluster
@@ -117,8 +118,11 @@ def _fastest_ms(config: PlanConfig, cost: CostModel) -> float:
     """Latency of the fastest request of a node with little to do: no split and no number of nodes has a lower P99."""
     lone = config.model_copy(update={"rate": 1.0, "hot_users": _FEW_USERS, "requests_per_run": _FEW_REQUESTS})
     trace = _share(lone, 1, 1)
-    result = simulate(trace, _node(lone, trace, 1 / 2), cost, Static(StaticSettings(alpha=1 / 2)))
-    return float(result.outcomes.latency_ms[result.outcomes.status == Status.SERVED].min())
+    alpha = min(1 / 2, _node(lone, trace, 0.0).alpha_max)
+    if alpha < ALPHAS[0]:
+        return 0.0  # the search says that the pool is too small
+    outcomes = simulate(trace, _node(lone, trace, alpha), cost, Static(StaticSettings(alpha=alpha))).outcomes
+    return float(outcomes.latency_ms[outcomes.status == Status.SERVED].min(initial=np.inf))
 
 
 def _unloaded(config: PlanConfig, cost: CostModel, on_run: Callable[[str], None]) -> Point:
@@ -161,6 +165,8 @@ def _best_split(config: PlanConfig, cost: CostModel, num_nodes: int, on_run: Cal
             continue
         result = simulate(trace, node, cost, Static(StaticSettings(alpha=alpha)))
         points.append(Point(num_nodes, alpha, _p99_ms(result.arrived_s, result.outcomes, trace)))
+    if not points:
+        raise ConfigError(f"pool_bytes must have room for one request at alpha {ALPHAS[0]}, got {config.pool_bytes}")
     return min(points, key=lambda point: point.p99_ms)
 
 

@@ -50,8 +50,8 @@ class NodeConfig(Frozen):
 
     @property
     def alpha_max(self) -> float:
-        """The largest EMB share at which KV can hold one request."""
-        return 1 - self.request_pages / self.num_pages
+        """The largest EMB share at which KV can hold one request; below 0 if the whole pool cannot."""
+        return 1 - self.request_pages / max(1, self.num_pages)
 
     @property
     def memory_rows(self) -> int:
